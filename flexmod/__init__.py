@@ -1,0 +1,47 @@
+"""Attention with any score_mod and mask_mod, from a few lines of Python to fused kernels."""
+
+from flexmod import cache, masks, mods
+from flexmod.attention import AuxOutput, AuxRequest, flex_attention
+from flexmod.blocks import BlockMask, create_block_mask, create_mask
+from flexmod.errors import (
+    ArgumentError,
+    BackendError,
+    BlockMaskError,
+    DeviceError,
+    FlexmodError,
+    IndexRangeError,
+    TraceError,
+    UnsupportedError,
+)
+from flexmod.masks import and_masks, compose, noop_mask, not_mask, or_masks, shift
+from flexmod.program import Program, trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "AuxOutput",
+    "AuxRequest",
+    "BackendError",
+    "BlockMask",
+    "BlockMaskError",
+    "DeviceError",
+    "FlexmodError",
+    "IndexRangeError",
+    "Program",
+    "TraceError",
+    "UnsupportedError",
+    "and_masks",
+    "cache",
+    "compose",
+    "create_block_mask",
+    "create_mask",
+    "flex_attention",
+    "masks",
+    "mods",
+    "noop_mask",
+    "not_mask",
+    "or_masks",
+    "shift",
+    "trace",
+]

@@ -1,0 +1,157 @@
+"""`flex_attention`: check the arguments, choose an engine, run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod import checks
+from flexmod.blocks import BlockMask
+from flexmod.kernels.choose import forward
+from flexmod.kernels.problem import Inputs, Problem, Result
+from flexmod.program import Program, trace
+from flexmod.program.specialize import specialize
+
+Mod = Callable[..., Any] | Program
+_MAP_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class AuxRequest:
+    """What to return beside the output: True for each thing wanted."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+@dataclass(frozen=True)
+class AuxOutput:
+    """What was asked for: [B, Hq, Q] each, float32 (float64 for float64 inputs); else None.
+
+    lse: natural logarithm of the sum of exponentials of the visible scores; -inf for none.
+    max_scores: the largest visible score.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | Mod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention with a score_mod and a mask, both a few lines of Python.
+
+    Args:
+        query: [B, Hq, Q, E], float64, float32, bfloat16 or float16, any strides, any lengths >= 0.
+        key, value: [B or 1, Hkv, KV, E] and [B or 1, Hkv, KV, Ev], of the query's dtype.
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`. It sees the scaled score, float32
+            (float64 for float64 inputs), and h is the query head.
+        block_mask: a BlockMask, or a function `(b, h, q_idx, kv_idx) -> bool`.
+        scale: of the scores; default 1 / sqrt(E).
+        enable_gqa: allow fewer key/value heads: Hq must be a multiple of Hkv.
+        return_lse: return (out, lse). return_aux: return (out, AuxOutput).
+        kernel_options: hints (BLOCK_M, BLOCK_N, num_warps, num_stages, ...); they never change a
+            result.
+        backend: "fa2", "cpu" or "reference"; default: the best that can serve the call.
+
+    Returns:
+        out [B, Hq, Q, Ev] in the query's dtype and stride order. A row that sees no key is 0,
+        with lse -inf.
+
+    Raises:
+        ArgumentError, BlockMaskError, UnsupportedError, DeviceError: the text names the argument.
+        TraceError: a mod cannot be traced. IndexRangeError: a mod reads past a captured tensor.
+        BackendError: the backend asked for cannot serve the call.
+
+    Example:
+        >>> import torch, flexmod
+        >>> q = k = v = torch.ones(1, 2, 4, 8)
+        >>> soft_alibi = lambda score, b, h, q_idx, kv_idx: score - 0.5 * (q_idx - kv_idx).abs()
+        >>> out = flexmod.flex_attention(q, k, v, soft_alibi, flexmod.masks.causal())
+        >>> out.shape
+        torch.Size([1, 2, 4, 8])
+    """
+    checks.tensors(query, key, value, enable_gqa)
+    checks.returns(return_lse, return_aux)
+    options = checks.options(kernel_options)
+    inputs = Inputs(query, key, value)
+    problem = make_problem(inputs, score_mod, block_mask, scale, options)
+    result = forward(problem, inputs, backend)
+    return _returned(result, return_lse, return_aux)
+
+
+def make_problem(
+    inputs: Inputs,
+    score_mod: Mod | None,
+    block_mask: BlockMask | Mod | None,
+    scale: float | None,
+    options: dict[str, Any],
+) -> Problem:
+    """Trace the mods, fit the block map to the tensors, and gather what a kernel depends on."""
+    query, key, value = inputs
+    batch, heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    extents = {"b": batch, "h": heads, "q_idx": q_len, "kv_idx": kv_len}
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    score = None
+    if score_mod is not None:
+        score = trace(score_mod, "score", score_dtype=work, device=query.device)
+        checks.captures(score, query.device)
+        score = specialize(score, extents)
+    mask = _block_mask(block_mask, query, kv_len)
+    programs = [p for p in (score, mask.program if mask else None) if p is not None]
+    captured = [c for p in programs for c in p.captures]
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=key.shape[1],
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        device=query.device,
+        scale=1 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale),
+        score=score,
+        mask=mask,
+        mask_program=specialize(mask.program, extents) if mask else None,
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *captured)),
+        options=options,
+    )
+
+
+def _block_mask(given: BlockMask | Mod | None, query: Tensor, kv_len: int) -> BlockMask | None:
+    """The map of a call; a mask_mod becomes one."""
+    if given is None:
+        return None
+    batch, heads, q_len, _ = query.shape
+    shape = (batch, heads, q_len, kv_len)
+    if not isinstance(given, BlockMask):
+        program = trace(given, "mask", device=query.device)
+        checks.captures(program, query.device)
+        return BlockMask.from_program(program, shape, (_MAP_BLOCK, _MAP_BLOCK), query.device)
+    checks.block_mask(given, shape, query.device)
+    return given
+
+
+def _returned(result: Result, return_lse: bool, return_aux: AuxRequest | None) -> Any:
+    if return_aux is not None:
+        lse = result.lse if return_aux.lse else None
+        return result.out, AuxOutput(lse, result.max_scores if return_aux.max_scores else None)
+    return (result.out, result.lse) if return_lse else result.out

@@ -1,0 +1,126 @@
+"""`create_block_mask` and `create_mask`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.blocks.block_mask import BlockMask
+from flexmod.blocks.runs import PARTIAL, Runs
+from flexmod.errors import ArgumentError, BlockMaskError, DeviceError
+from flexmod.program import Program, trace
+from flexmod.program.evaluate import evaluate, raise_if_invalid
+from flexmod.program.specialize import specialize
+
+BlockSize = int | tuple[int, int]
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any] | Program,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: BlockSize = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+) -> BlockMask:
+    """Decide which blocks of a mask are empty, partial or full.
+
+    The mask is traced once and decided on intervals, large squares first: it is never evaluated
+    on all Q_LEN x KV_LEN elements, so a million tokens take milliseconds.
+
+    Args:
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`.
+        B, H: batch and query heads; None means 1, and is an error if the mask reads that index.
+        Q_LEN, KV_LEN: tokens, any number >= 0.
+        device: where the map lives; default: that of the mask's captured tensors, else torch's
+            default device.
+        BLOCK_SIZE: tokens of a block, one number or (query, key).
+        separate_full_blocks: False evaluates the mask in full blocks too.
+
+    Raises:
+        TraceError: the mask cannot be traced. BlockMaskError: B or H is None, but read.
+
+    Example:
+        >>> import flexmod
+        >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+        >>> flexmod.create_block_mask(causal, None, None, 1024, 1024).counts()
+        (28, 8, 28)
+    """
+    program = trace(mask_mod, "mask", device=device or torch.get_default_device())
+    shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
+    for name, given in (("b", B), ("h", H)):
+        if given is None and name in program.reads:
+            raise BlockMaskError(
+                f"{program.name} reads {name} but {name.upper()} is None: give {name.upper()}"
+            )
+    where = _device(program, device)
+    mask = BlockMask.from_program(program, shape, check_block_size(BLOCK_SIZE), where)
+    if separate_full_blocks:
+        return mask
+    table = mask.runs.table.clone()
+    table[:, 2] = PARTIAL
+    runs = Runs(mask.runs.indptr, table)
+    return BlockMask(mask.shape, mask.block_size, program, runs, mask.versions)
+
+
+def create_mask(
+    mod_fn: Callable[..., Any] | Program,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """A mask_mod on every element: bool [B, H, Q_LEN, KV_LEN]. A score_mod: of a score of 0."""
+    program = trace(mod_fn, device=device or torch.get_default_device())
+    shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
+    where = _device(program, device)
+    batch, heads, q, kv = (torch.arange(n, device=where) for n in shape)
+    inputs = {
+        "b": batch[:, None, None, None],
+        "h": heads[:, None, None],
+        "q_idx": q[:, None],
+        "kv_idx": kv,
+        "score": torch.zeros((), device=where),
+    }
+    extents = dict(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True))
+    narrow = specialize(program, extents)
+    value, invalid = evaluate(narrow, inputs)
+    raise_if_invalid(narrow, invalid, None)
+    return value.expand(shape).clone()
+
+
+def check_block_size(size: BlockSize) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
+        raise ArgumentError(f"BLOCK_SIZE must be a positive int or a pair of them, not {size!r}")
+    return pair
+
+
+def _extent(name: str, value: int | None) -> int:
+    if value is None and name in ("B", "H"):
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ArgumentError(f"{name} must be an int >= 0, not {value!r}")
+    return value
+
+
+def _device(program: Program, device: torch.device | str | None) -> torch.device:
+    found = {c.device for c in program.captures}
+    if device is not None:
+        wanted = torch.empty(0, device=device).device  # "cuda" -> "cuda:0"
+        if found - {wanted}:
+            raise DeviceError(
+                f"{program.name} captures tensors on {sorted(map(str, found))} but device is "
+                f"{wanted}: move them there"
+            )
+        return wanted
+    if len(found) > 1:
+        raise DeviceError(f"{program.name} captures tensors on {sorted(map(str, found))}")
+    return found.pop() if found else torch.empty(0).device

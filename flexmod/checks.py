@@ -1,0 +1,156 @@
+"""What `flex_attention` refuses, in torch's order, and what torch lets through wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.blocks import BlockMask
+from flexmod.errors import ArgumentError, BlockMaskError, DeviceError, UnsupportedError
+from flexmod.program import Program
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Accepted for compatibility. The first four steer the tiles; the others are hints for other
+# compilers and change nothing here.
+TILE_OPTIONS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+OTHER_OPTIONS = (
+    "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE",
+    "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "BACKEND", "kpack",
+    "matrix_instr_nonkdim", "waves_per_eu",
+)  # fmt: skip
+TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
+
+def tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Shapes, dtypes and devices of query, key and value."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.is_nested:
+            raise UnsupportedError(f"{name} is a nested tensor: pad it and pass a padding mask")
+    if len({x.device for x in named.values()}) > 1:
+        places = ", ".join(f"{name} {x.device}" for name, x in named.items())
+        raise DeviceError(f"query, key and value must be on one device; got {places}")
+    if query.ndim and key.ndim and query.shape[-1] != key.shape[-1]:
+        raise ArgumentError(
+            f"query and key must have one head_dim; got {query.shape[-1]} and {key.shape[-1]}"
+        )
+    for name, x in named.items():
+        if x.ndim != 4:
+            raise UnsupportedError(
+                f"{name} must be 4-D [batch, heads, seqlen, head_dim]; got shape {list(x.shape)}"
+            )
+    _heads(query, key, value, enable_gqa)
+    if key.shape[0] not in (1, query.shape[0]):
+        raise ArgumentError(
+            f"key's batch must be {query.shape[0]} (the query's) or 1, not {key.shape[0]}"
+        )
+    if key.shape[0] != value.shape[0]:
+        raise ArgumentError(
+            f"key and value must have one batch; got {key.shape[0]} and {value.shape[0]}"
+        )
+    if key.shape[2] != value.shape[2]:
+        raise ArgumentError(
+            f"key and value must have one seqlen; got {key.shape[2]} and {value.shape[2]}"
+        )
+    _dtypes(named)
+    if query.shape[-1] == 0 or value.shape[-1] == 0:
+        raise ArgumentError("head_dim must be at least 1")
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads != value.shape[1]:
+        raise ArgumentError(
+            f"key and value must have the same heads; got {kv_heads} and {value.shape[1]}"
+        )
+    if heads == kv_heads:
+        return
+    if not enable_gqa:
+        raise ArgumentError(
+            f"query has {heads} heads, key and value {kv_heads}: pass enable_gqa=True to share them"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ArgumentError(
+            f"with enable_gqa the query's heads ({heads}) must be a multiple of key's ({kv_heads})"
+        )
+
+
+def _dtypes(named: Mapping[str, Tensor]) -> None:
+    dtypes = {name: x.dtype for name, x in named.items()}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ArgumentError(f"query, key and value must have one dtype; got {found}")
+    if dtypes["query"] not in DTYPES:
+        raise ArgumentError(
+            f"dtype {dtypes['query']} is not supported: use float32, bfloat16, float16 or float64"
+        )
+
+
+def returns(return_lse: bool, return_aux: Any) -> None:
+    if return_lse and return_aux is not None:
+        raise ArgumentError("give return_lse or return_aux, not both: return_aux=AuxRequest(lse=True)")
+
+
+def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The tile hints among kernel_options; an unknown key raises."""
+    hints = {}
+    for name, value in (given or {}).items():
+        base = name.removeprefix("fwd_").removeprefix("bwd_")
+        if base not in TILE_OPTIONS + OTHER_OPTIONS:
+            known = ", ".join(TILE_OPTIONS + OTHER_OPTIONS)
+            raise ArgumentError(f"kernel_options has an unknown key {name!r}; known: {known}")
+        if base == "BACKEND" and value not in TORCH_BACKENDS:
+            raise ArgumentError(
+                f"kernel_options BACKEND must be one of {', '.join(TORCH_BACKENDS)}, not {value!r}; "
+                "to choose an engine of flexmod pass backend=..."
+            )
+        if base in TILE_OPTIONS:
+            if not isinstance(value, int) or value < 1 or value & (value - 1):
+                if base != "num_stages" or not isinstance(value, int) or value < 1:
+                    raise ArgumentError(f"kernel_options {name} must be a power of two, not {value!r}")
+            if not name.startswith("bwd_"):
+                hints[base] = max(value, 16) if base.startswith("BLOCK") else value
+    return hints
+
+
+def captures(program: Program, device: torch.device) -> None:
+    """Captured tensors must live where the query does."""
+    for tensor in program.captures:
+        if tensor.device != device:
+            raise DeviceError(
+                f"{program.name} captures a tensor of shape {list(tensor.shape)} on "
+                f"{tensor.device}, but query is on {device}: move it with .to({str(device)!r})"
+            )
+
+
+def block_mask(mask: BlockMask, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    """A map must cover exactly the call's tokens, and be made for its batch and heads."""
+    if mask.shape[2:] != shape[2:]:
+        raise BlockMaskError(
+            f"block_mask was made for Q_LEN, KV_LEN = {mask.shape[2:]}, but query and key have "
+            f"{shape[2:]}: make one for these lengths"
+        )
+    for axis, name, index in ((0, "B", "b"), (1, "H", "h")):
+        if mask.shape[axis] == shape[axis]:
+            continue
+        if mask.shape[axis] != 1:
+            raise BlockMaskError(
+                f"block_mask has {name}={mask.shape[axis]}, the call {shape[axis]}: "
+                f"make it with {name}={shape[axis]}, or {name}=None if the mask does not read {index}"
+            )
+        if index in mask.program.reads:
+            raise BlockMaskError(
+                f"block_mask has {name}=1 but its mask reads {index}: it would hold for {index}=0 "
+                f"only; make it with {name}={shape[axis]}"
+            )
+    if mask.device != device:
+        raise DeviceError(
+            f"block_mask is on {mask.device}, but query is on {device}: use block_mask.to(...)"
+        )
+    captures(mask.program, device)
+    mask.check_unchanged()

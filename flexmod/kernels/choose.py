@@ -1,0 +1,63 @@
+"""Which engine serves a call."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+from flexmod.errors import ArgumentError, BackendError
+from flexmod.kernels.problem import Inputs, Problem, Result, empty_result
+
+log = logging.getLogger("flexmod")
+# In order of preference. To add an engine, add its module here: it needs `refuses` and `forward`.
+# The reference comes last on purpose: it holds all scores in memory.
+BACKENDS = ("fa2", "cpu", "reference")
+_warned: set[str] = set()
+
+
+def backend(name: str) -> ModuleType:
+    """The module of an engine; Triton is imported by the one that needs it, when it is called."""
+    if name not in BACKENDS:
+        raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")
+    return importlib.import_module(f"flexmod.kernels.{name}")
+
+
+def refusals(problem: Problem) -> dict[str, str | None]:
+    """Each engine, in order of preference, and why it cannot serve the problem (None: it can)."""
+    found: dict[str, str | None] = {}
+    for name in BACKENDS:
+        found[name] = backend(name).refuses(problem)
+        if found[name] is None and name == "fa2" and problem.device.type == "cpu":
+            found[name] = "on CPU tensors it is Triton's interpreter, slow: only when asked for"
+    return found
+
+
+def choose(problem: Problem, wanted: str | None = None) -> str:
+    """The engine asked for, or the first that does not refuse.
+
+    Raises:
+        BackendError: the engine asked for refuses; the text says why.
+    """
+    if wanted is not None:
+        reason = backend(wanted).refuses(problem)
+        if reason is not None:
+            raise BackendError(f"backend {wanted!r} cannot serve this call: {reason}")
+        return wanted
+    return next(name for name, reason in refusals(problem).items() if reason is None)
+
+
+def forward(problem: Problem, inputs: Inputs, wanted: str | None = None) -> Result:
+    """Run the chosen engine; if a kernel cannot be built, the next one, with one warning."""
+    name = choose(problem, wanted)
+    if problem.is_empty:
+        return empty_result(problem, inputs)
+    try:
+        return backend(name).forward(problem, inputs)
+    except BackendError as error:
+        if wanted is not None:
+            raise
+        if str(error) not in _warned:
+            _warned.add(str(error))
+            log.warning("%s; using the slower cpu engine instead", error)
+        return backend("cpu").forward(problem, inputs)

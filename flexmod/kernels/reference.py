@@ -1,0 +1,61 @@
+"""The `reference` engine: naive masked softmax. The oracle of every test, and differentiable."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmod.kernels.problem import Inputs, Problem, Result
+from flexmod.program.evaluate import evaluate, raise_if_invalid
+
+
+def refuses(problem: Problem) -> str | None:
+    """It serves everything that fits in memory."""
+    return None
+
+
+def forward(problem: Problem, inputs: Inputs) -> Result:
+    """All scores at once: float64 for float64 inputs, else float32."""
+    work = problem.work_dtype
+    query = inputs.query.to(work)
+    key, value = (_per_query_head(x.to(work), problem) for x in (inputs.key, inputs.value))
+    score = query @ key.transpose(-1, -2) * problem.scale
+    score = visible_scores(problem, score)
+    top = score.detach().amax(-1, keepdim=True)
+    origin = torch.where(top == -torch.inf, 0.0, top)  # a row that sees nothing
+    weight = torch.exp(score - origin)
+    total = weight.sum(-1, keepdim=True)
+    blind = total == 0
+    out = weight @ value / torch.where(blind, 1.0, total)
+    lse = torch.where(blind, -torch.inf, origin + torch.log(torch.where(blind, 1.0, total)))
+    return Result(out.to(problem.dtype), lse.squeeze(-1), top.squeeze(-1))
+
+
+def visible_scores(problem: Problem, score: Tensor) -> Tensor:
+    """Scores after score_mod, -inf where masked; [B, Hq, Q, KV]."""
+    indices = index_inputs(problem)
+    visible: Tensor | None = None
+    if problem.mask_program is not None:
+        visible, invalid = evaluate(problem.mask_program, indices)
+        raise_if_invalid(problem.mask_program, invalid, None)
+    if problem.score is not None:
+        shape = score.shape
+        value, invalid = evaluate(problem.score, {**indices, "score": score})
+        raise_if_invalid(problem.score, invalid, visible)
+        score = value.expand(shape)
+    return score if visible is None else torch.where(visible, score, -torch.inf)
+
+
+def index_inputs(problem: Problem) -> dict[str, Tensor]:
+    """The four indices, shaped to broadcast to [B, Hq, Q, KV]."""
+    count = lambda n: torch.arange(n, device=problem.device)  # noqa: E731
+    return {
+        "b": count(problem.batch)[:, None, None, None],
+        "h": count(problem.heads)[:, None, None],
+        "q_idx": count(problem.q_len)[:, None],
+        "kv_idx": count(problem.kv_len),
+    }
+
+
+def _per_query_head(x: Tensor, problem: Problem) -> Tensor:
+    return x.expand(problem.batch, -1, -1, -1).repeat_interleave(problem.group, 1)

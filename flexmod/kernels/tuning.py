@@ -1,0 +1,129 @@
+"""Tiles: which sizes a kernel runs with, and proof that they fit.
+
+To add a tuning row, put it before the more general ones of `ROWS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flexmod.kernels.problem import Problem
+
+SMALLEST = 16  # tensor cores take no smaller tile
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes for one kernel: query rows and keys of a tile, warps, pipeline stages."""
+
+    q: int
+    kv: int
+    warps: int
+    stages: int
+
+
+class Target(NamedTuple):
+    """What decides tiles beside the problem. `shared` is bytes of shared memory a block may use."""
+
+    arch: str  # "sm_90", "gfx942", "interpreter"
+    shared: int
+
+
+class Row(NamedTuple):
+    """Tiles for targets whose arch starts with `arch`, element sizes and padded dims up to `dim`."""
+
+    arch: str
+    itemsize: int
+    dim: int
+    tiles: Tiles
+
+
+ROWS = [
+    Row("interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
+    Row("sm_9", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("sm_9", 2, 128, Tiles(128, 64, 4, 2)),
+    Row("sm_9", 2, 256, Tiles(128, 64, 8, 2)),
+    Row("sm_10", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("sm_10", 2, 128, Tiles(128, 64, 8, 2)),
+    Row("gfx", 2, 128, Tiles(128, 64, 4, 1)),
+    Row("", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("", 2, 128, Tiles(128, 64, 8, 2)),
+    Row("", 2, 256, Tiles(64, 32, 4, 2)),
+    Row("", 2, 512, Tiles(32, 32, 4, 1)),
+    Row("", 4, 64, Tiles(64, 32, 4, 2)),
+    Row("", 4, 128, Tiles(32, 32, 4, 2)),
+    Row("", 4, 512, Tiles(16, 32, 4, 1)),
+    Row("", 8, 64, Tiles(32, 32, 4, 1)),
+    Row("", 8, 256, Tiles(16, 16, 4, 1)),
+]
+
+
+def padded(dim: int) -> int:
+    """A head dimension as a tile holds it: a power of two, at least SMALLEST."""
+    return max(SMALLEST, 1 << (dim - 1).bit_length())
+
+
+def shared_bytes(tiles: Tiles, problem: Problem) -> int:
+    """Shared memory of the forward kernel: the query tile, and each stage's key and value tiles."""
+    dims, itemsize = padded(problem.head_dim) + padded(problem.value_dim), problem.dtype.itemsize
+    query = tiles.q * padded(problem.head_dim)
+    return (query + tiles.stages * tiles.kv * dims) * itemsize
+
+
+def plan(problem: Problem, target: Target) -> Tiles | None:
+    """The tiles for a problem; None if no tiles fit (see `refuses` of the engine)."""
+    dim = max(padded(problem.head_dim), padded(problem.value_dim))
+    itemsize = problem.dtype.itemsize
+    fitting = [
+        row.tiles
+        for row in ROWS
+        if target.arch.startswith(row.arch) and itemsize <= row.itemsize and dim <= row.dim
+    ]
+    if not fitting:
+        return None
+    tiles = _hinted(fitting[0], problem)
+    while shared_bytes(tiles, problem) > target.shared:
+        smaller = _smaller(tiles)
+        if smaller is None:
+            return None
+        tiles = smaller
+    return tiles
+
+
+def _hinted(tiles: Tiles, problem: Problem) -> Tiles:
+    """kernel_options steer the tiles; short sequences need no large ones."""
+    hints = problem.options
+    q = min(hints.get("BLOCK_M", tiles.q), padded(problem.q_len))
+    kv = min(hints.get("BLOCK_N", tiles.kv), padded(problem.kv_len))
+    return Tiles(
+        q, kv, hints.get("num_warps", tiles.warps), hints.get("num_stages", tiles.stages)
+    )
+
+
+def _smaller(tiles: Tiles) -> Tiles | None:
+    if tiles.stages > 1:
+        return Tiles(tiles.q, tiles.kv, tiles.warps, tiles.stages - 1)
+    if tiles.kv > SMALLEST:
+        return Tiles(tiles.q, tiles.kv // 2, tiles.warps, 1)
+    return Tiles(tiles.q // 2, tiles.kv, tiles.warps, 1) if tiles.q > SMALLEST else None
+
+
+def fit_blocks(tiles: Tiles, block_size: tuple[int, int]) -> Tiles | None:
+    """The tiles cut down to divide the blocks of a map; None if the blocks are too odd for that."""
+    q = min(tiles.q, block_size[0] & -block_size[0])
+    kv = min(tiles.kv, block_size[1] & -block_size[1])
+    if min(q, kv) < SMALLEST:
+        return None
+    return Tiles(q, kv, tiles.warps, tiles.stages)
+
+
+def precision(arch: str, dtype: torch.dtype) -> str:
+    """How a product of float32 tiles is computed: as float32, never as tf32.
+
+    "tf32x3" uses three tensor-core products (relative error about 1e-6) where true float32
+    products would spill registers.
+    """
+    return "tf32x3" if dtype == torch.float32 and arch.startswith("sm_") else "ieee"

@@ -1,0 +1,332 @@
+"""Functions made of other operations. To add one, write it in terms of scalars `x`, `y`.
+
+Every function here is reached through the names it is registered under, in torch, torch.Tensor,
+torch.nn.functional and torch.special, and takes the same arguments as there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flexmod.errors import TraceError
+from flexmod.program.proxy import Proxy, named, record
+
+_LARGEST_UNROLLED_POWER = 64
+
+
+@named("add", "__add__", "__radd__")
+def add(x: Any, y: Any, *, alpha: float = 1) -> Any:
+    return record("add", x, y if alpha == 1 else record("mul", y, alpha))
+
+
+@named("sub", "subtract", "__sub__")
+def sub(x: Any, y: Any, *, alpha: float = 1) -> Any:
+    return record("sub", x, y if alpha == 1 else record("mul", y, alpha))
+
+
+@named("rsub", "__rsub__")
+def rsub(x: Any, y: Any, *, alpha: float = 1) -> Any:
+    return sub(y, x, alpha=alpha)
+
+
+@named("div", "divide")
+def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
+    if rounding_mode == "floor":
+        return record("floordiv", x, y)
+    quotient = record("truediv", x, y)
+    if rounding_mode is None:
+        return quotient
+    exact = not x.is_floating_point() if isinstance(x, Proxy) else isinstance(x, int)
+    if exact:
+        floor, rest = record("floordiv", x, y), record("mod", x, y)
+        return floor + ((rest != 0) & (floor < 0))
+    return record("trunc", quotient)
+
+
+@named("__rtruediv__", "__rdiv__")
+def rtruediv(x: Any, y: Any) -> Any:
+    return record("truediv", y, x)
+
+
+@named("__rfloordiv__")
+def rfloordiv(x: Any, y: Any) -> Any:
+    return record("floordiv", y, x)
+
+
+@named("__rmod__")
+def rmod(x: Any, y: Any) -> Any:
+    return record("mod", y, x)
+
+
+@named("fmod")
+def fmod(x: Any, y: Any) -> Any:
+    return x - div(x, y, rounding_mode="trunc") * y
+
+
+@named("reciprocal")
+def reciprocal(x: Any) -> Any:
+    return record("truediv", 1.0, x)
+
+
+@named("square")
+def square(x: Any) -> Any:
+    return x * x
+
+
+@named("pow", "__pow__", "float_power")
+def power(x: Any, y: Any) -> Any:
+    """Small whole exponents are unrolled into products, as the value then stays exact."""
+    if isinstance(y, int | float) and isinstance(x, Proxy):
+        if y == 0.5:
+            return record("sqrt", x)
+        if float(y).is_integer() and abs(y) <= _LARGEST_UNROLLED_POWER:
+            base = x if isinstance(y, int) or x.is_floating_point() else x.to(torch.float32)
+            if y < 0 and not base.is_floating_point():
+                raise TraceError("an integer to a negative power: write x.float() ** n")
+            product = _whole_power(base, abs(int(y)))
+            return product if y >= 0 else reciprocal(product)
+    if isinstance(x, Proxy) and not x.is_floating_point() and not isinstance(y, float):
+        if not isinstance(y, Proxy) or not y.is_floating_point():
+            raise TraceError("an integer to a traced or large power: write x.float() ** y")
+    return record("pow", x, y)
+
+
+@named("__rpow__")
+def rpow(x: Any, y: Any) -> Any:
+    return record("exp2", x) if y == 2 and x.is_floating_point() else power(y, x)
+
+
+def _whole_power(x: Any, n: int) -> Any:
+    if n == 0:
+        return x.new_ones(())
+    half = _whole_power(x, n // 2) if n > 1 else None
+    if half is None:
+        return x
+    return half * half * x if n % 2 else half * half
+
+
+@named("bitwise_not", "__invert__")
+def invert(x: Any) -> Any:
+    return record("not" if x.dtype == torch.bool else "invert", x)
+
+
+@named("logical_and")
+def logical_and(x: Any, y: Any) -> Any:
+    return record("and", _truth(x), _truth(y))
+
+
+@named("logical_or")
+def logical_or(x: Any, y: Any) -> Any:
+    return record("or", _truth(x), _truth(y))
+
+
+@named("logical_xor")
+def logical_xor(x: Any, y: Any) -> Any:
+    return record("xor", _truth(x), _truth(y))
+
+
+@named("logical_not")
+def logical_not(x: Any) -> Any:
+    return record("not", _truth(x))
+
+
+def _truth(x: Any) -> Any:
+    return x.bool() if isinstance(x, Proxy) else bool(x)
+
+
+@named("__rlshift__")
+def rlshift(x: Any, y: Any) -> Any:
+    return record("lshift", y, x)
+
+
+@named("__rrshift__")
+def rrshift(x: Any, y: Any) -> Any:
+    return record("rshift", y, x)
+
+
+@named("where")
+def where(*args: Any, **names: Any) -> Any:
+    """torch.where(condition, x, y) and x.where(condition, y) arrive in one order."""
+    condition, x, y = _bind(("condition", "input", "other"), args, names)
+    if isinstance(x, bool | int | float) and isinstance(y, bool | int | float):
+        # Two Python numbers: torch takes its default type for floats, int64 for integers.
+        kind = torch.result_type(torch.tensor(x), torch.tensor(y))
+        recorder = condition.recorder
+        x, y = recorder.number(x, kind), recorder.number(y, kind)
+    return record("where", condition, x, y)
+
+
+def _bind(order: tuple[str, ...], args: tuple[Any, ...], names: dict[str, Any]) -> list[Any]:
+    return [*args, *(names[n] for n in order[len(args) :])]
+
+
+@named("masked_fill")
+def masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return record("where", mask, x.new_full((), value) if _is_number(value) else value, x)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, bool | int | float)
+
+
+@named("clamp", "clip")
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        x = record("maximum", x, _like(x, min))
+    return x if max is None else record("minimum", x, _like(x, max))
+
+
+@named("clamp_min")
+def clamp_min(x: Any, min: Any) -> Any:
+    return clamp(x, min)
+
+
+@named("clamp_max")
+def clamp_max(x: Any, max: Any) -> Any:
+    return clamp(x, None, max)
+
+
+def _like(x: Any, limit: Any) -> Any:
+    """A Python limit as torch.clamp takes it: a float limit makes an integer a float."""
+    if not _is_number(limit):
+        return limit
+    meta = torch.empty((), dtype=x.dtype, device="meta")
+    return x.recorder.number(limit, torch.result_type(meta, limit))
+
+
+@named("max", "fmax")
+def maximum(x: Any, other: Any) -> Any:
+    return record("maximum", x, other)
+
+
+@named("min", "fmin")
+def minimum(x: Any, other: Any) -> Any:
+    return record("minimum", x, other)
+
+
+@named("round")
+def round_(x: Any, *, decimals: int = 0) -> Any:
+    return record("round", x) if decimals == 0 else record("round", x * 10.0**decimals) / (
+        10.0**decimals
+    )
+
+
+@named("frac")
+def frac(x: Any) -> Any:
+    return x - record("trunc", x)
+
+
+@named("relu")
+def relu(x: Any, inplace: bool = False) -> Any:
+    _refuse_inplace(inplace)
+    return clamp(x, 0)
+
+
+@named("relu6")
+def relu6(x: Any, inplace: bool = False) -> Any:
+    _refuse_inplace(inplace)
+    return clamp(x, 0, 6)
+
+
+@named("hardtanh")
+def hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    _refuse_inplace(inplace)
+    return clamp(x, min_val, max_val)
+
+
+@named("leaky_relu")
+def leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    _refuse_inplace(inplace)
+    return where(x > 0, x, x * negative_slope)
+
+
+@named("elu")
+def elu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    _refuse_inplace(inplace)
+    return where(x > 0, x, record("expm1", clamp(x, None, 0)) * alpha)
+
+
+@named("silu")
+def silu(x: Any, inplace: bool = False) -> Any:
+    _refuse_inplace(inplace)
+    return x * record("sigmoid", x)
+
+
+def _refuse_inplace(inplace: bool) -> None:
+    if inplace:
+        raise TraceError("inplace=True changes a traced value in place: leave it out")
+
+
+@named("gelu")
+def gelu(x: Any, *, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + record("tanh", inner))
+    return 0.5 * x * (1.0 + record("erf", x * math.sqrt(0.5)))
+
+
+@named("softplus")
+def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    scaled = x * beta
+    return where(scaled > threshold, x, record("log1p", record("exp", clamp(scaled, None, threshold))) / beta)
+
+
+@named("logsigmoid")
+def logsigmoid(x: Any) -> Any:
+    return clamp(x, None, 0) - record("log1p", record("exp", -abs(x)))
+
+
+@named("logaddexp")
+def logaddexp(x: Any, y: Any) -> Any:
+    high, low = record("maximum", x, y), record("minimum", x, y)
+    gap = where(high == low, high.new_zeros(()), low - high)  # equal infinities have no gap
+    return high + record("log1p", record("exp", gap))
+
+
+@named("log10")
+def log10(x: Any) -> Any:
+    return record("log2", x) * math.log10(2)
+
+
+@named("tan")
+def tan(x: Any) -> Any:
+    return record("sin", x) / record("cos", x)
+
+
+@named("sinh")
+def sinh(x: Any) -> Any:
+    grown = record("expm1", abs(x))
+    return record("sign", x) * 0.5 * (grown + grown / (grown + 1.0))
+
+
+@named("cosh")
+def cosh(x: Any) -> Any:
+    return 0.5 * (record("exp", x) + record("exp", -x))
+
+
+@named("isnan")
+def isnan(x: Any) -> Any:
+    return record("ne", x, x)
+
+
+@named("isinf")
+def isinf(x: Any) -> Any:
+    return record("eq", abs(x), math.inf) if x.is_floating_point() else x.new_zeros((), dtype=torch.bool)
+
+
+@named("isfinite")
+def isfinite(x: Any) -> Any:
+    return record("lt", abs(x), math.inf) if x.is_floating_point() else x.new_ones((), dtype=torch.bool)
+
+
+@named("lerp")
+def lerp(x: Any, end: Any, weight: Any) -> Any:
+    return x + weight * (end - x)
+
+
+@named("addcmul")
+def addcmul(x: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Any:
+    return x + value * tensor1 * tensor2

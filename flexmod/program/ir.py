@@ -1,0 +1,107 @@
+"""A mod as data: straight-line scalar instructions, each computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+ARGUMENTS = {"score": ("score", *INDICES), "mask": INDICES}
+LEAVES = ("input", "number", "load")
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One scalar operation.
+
+    `op` is a row of `program.ops.TABLE` or a leaf: `input` (attr: its name), `number` (attr: its
+    slot in `Program.numbers`), `load` (attr: `Load`; args: one index an axis).
+    """
+
+    op: str
+    args: tuple[int, ...]  # positions of earlier instructions
+    dtype: torch.dtype
+    attr: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Which captured tensor a load reads, and what is known of each index: see `specialize`."""
+
+    slot: int
+    modes: tuple[str, ...]  # an axis each: "proven", "wrap" (may be negative) or "check"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced mod. The last instruction is its result.
+
+    `structure` is all that a kernel's text may depend on; the values in `numbers` and `captures`
+    are run-time arguments, so changing them never makes a new kernel.
+    """
+
+    kind: str  # "score" or "mask"
+    name: str
+    instructions: tuple[Instruction, ...]
+    numbers: tuple[float | int, ...] = ()
+    captures: tuple[torch.Tensor, ...] = ()
+    sites: Mapping[int, object] = field(default_factory=dict)  # position of a load -> user's line
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables (score, b, h, q_idx, kv_idx) that the result depends on."""
+        return frozenset(i.attr for i in self.instructions if i.op == "input")  # type: ignore[misc]
+
+    @cached_property
+    def structure(self) -> Hashable:
+        kinds = tuple((tensor.dtype, tensor.ndim) for tensor in self.captures)
+        return (self.kind, self.instructions, kinds)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.instructions[-1].dtype
+
+    def __str__(self) -> str:
+        arguments = [name for name in ARGUMENTS[self.kind] if name in self.reads]
+        head = f"{self.kind}_mod {self.name}({', '.join(arguments)})"
+        body = [f"  %{n} = {self._describe(i)}" for n, i in enumerate(self.instructions)]
+        return "\n".join([head, *body, f"  return %{len(body) - 1}"])
+
+    def _describe(self, instruction: Instruction) -> str:
+        match instruction.op:
+            case "input":
+                text = str(instruction.attr)
+            case "number":
+                text = repr(self.numbers[instruction.attr])  # type: ignore[index]
+            case "load":
+                slot = instruction.attr.slot  # type: ignore[union-attr]
+                indices = ", ".join(f"%{a}" for a in instruction.args)
+                text = f"capture{slot}{list(self.captures[slot].shape)}[{indices}]"
+            case op:
+                text = " ".join([op, *(f"%{a}" for a in instruction.args)])
+        return f"{text:<36} {str(instruction.dtype).removeprefix('torch.')}"
+
+
+def interpret(
+    program: Program,
+    leaf: Callable[[int, Instruction, tuple[Any, ...]], Value],
+    apply: Callable[[Instruction, tuple[Value, ...]], Value],
+) -> list[Value]:
+    """Run a program with another meaning of its leaves and operations; the value of every line.
+
+    Evaluation, bounds and kernel text are this loop.
+    """
+    values: list[Value] = []
+    for position, instruction in enumerate(program.instructions):
+        args = tuple(values[a] for a in instruction.args)
+        if instruction.op in LEAVES:
+            values.append(leaf(position, instruction, args))
+        else:
+            values.append(apply(instruction, args))
+    return values

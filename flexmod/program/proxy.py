@@ -1,0 +1,314 @@
+"""What a mod is called with: stand-ins that record what is done to them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import TraceError
+from flexmod.program.ops import TABLE
+from flexmod.program.record import Recorder
+
+# Name of a torch function or method -> what records it. Filled from the table below, and by
+# `composites`, `casts` and `vectors`.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+LARGEST_VECTOR = 256
+
+_OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow
+lshift rlshift rshift rrshift and rand or ror xor rxor eq ne lt le gt ge neg pos abs invert
+matmul rmatmul""".split()
+_INPLACE = "add sub mul truediv floordiv mod pow and or xor".split()
+_PYTHON_VALUE = {
+    "__bool__": "a traced value has no truth value while tracing: instead of if/and/or/not write "
+    "torch.where(condition, x, y), &, |, ~; instead of min/max torch.minimum/torch.maximum; "
+    "instead of a < b < c write (a < b) & (b < c)",
+    "__float__": "a traced value has no Python value: use torch functions instead of math",
+    "__int__": "a traced value has no Python value: use .long() or .to(dtype) for a cast",
+    "__index__": "a traced value has no Python value: index a tensor with it, not a list or range",
+    "__len__": "a traced value is a scalar and has no length",
+    "__iter__": "a traced value is a scalar and cannot be iterated over",
+    "item": "a traced value has no Python value: compute with it as a tensor",
+    "tolist": "a traced value has no Python value: compute with it as a tensor",
+    "numpy": "a traced value has no Python value: use torch functions instead of numpy",
+    "backward": "gradients are taken through flex_attention, not inside a mod",
+}
+_PYTHON_VALUE["__complex__"] = _PYTHON_VALUE["__float__"]
+_PYTHON_VALUE["__array__"] = _PYTHON_VALUE["numpy"]
+
+
+def named(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what records the torch functions and methods of these names."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        FUNCTIONS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class Traced:
+    """Base of the stand-ins: every operator, method and torch function goes to `dispatch`."""
+
+    recorder: Recorder
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func)).removeprefix("special_")
+        if name == "where" and func is torch.Tensor.where:
+            args = (args[1], args[0], *args[2:])
+        return dispatch(name, tuple(args), kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PYTHON_VALUE:
+            raise TraceError(_PYTHON_VALUE[name])
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "where":
+            return lambda condition, other: dispatch(name, (condition, self, other), {})
+        base = name.removesuffix("_")
+        if base not in FUNCTIONS:
+            raise _unknown(name)
+        return lambda *args, **kwargs: dispatch(name, (self, *args), kwargs)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Proxy(Traced):
+    """A traced scalar: one instruction of the program being recorded."""
+
+    def __init__(self, recorder: Recorder, position: int) -> None:
+        self.recorder, self.position = recorder, position
+
+    shape = torch.Size([])
+    ndim = 0
+    requires_grad = False
+    layout = torch.strided
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.recorder.lines[self.position].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.recorder.device
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def size(self, dim: int | None = None) -> torch.Size:
+        return torch.Size([])
+
+    def dim(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Proxy:
+        if index is Ellipsis or index == ():
+            return self
+        raise TraceError("a traced value is a scalar: index the captured tensor instead")
+
+    def __repr__(self) -> str:
+        return f"<traced {self.recorder.lines[self.position].op} {self.dtype}>"
+
+
+class View(Traced):
+    """A captured tensor of which some axes are indexed by traced values and some are free."""
+
+    def __init__(self, recorder: Recorder, tensor: Tensor, picks: list[Proxy | None]) -> None:
+        self.recorder, self.tensor, self.picks = recorder, tensor, picks
+
+    @property
+    def shape(self) -> torch.Size:
+        free = [n for n, p in zip(self.tensor.shape, self.picks, strict=True) if p is None]
+        return torch.Size(free)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return index_tensor(self.recorder, self.tensor, self.picks, index)
+
+    def __iter__(self) -> Any:
+        return (self[n] for n in range(len(self)))
+
+    def elements(self) -> list[Any]:
+        if self.ndim != 1 or len(self) > LARGEST_VECTOR:
+            raise TraceError(
+                f"an axis of a captured tensor is left unindexed (shape {list(self.shape)} remains): "
+                f"index every axis, or reduce one trailing axis of at most {LARGEST_VECTOR} entries"
+            )
+        return list(self)
+
+
+def index_tensor(
+    recorder: Recorder, tensor: Tensor, picks: Sequence[Proxy | None], index: Any
+) -> Any:
+    """tensor[index] where the free axes (pick None) meet the parts of a user's index in order.
+
+    Slices, None and Ellipsis are applied by torch; scalars become picks. A fully picked tensor
+    is a load.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    free = [axis for axis, pick in enumerate(picks) if pick is None]
+    wanted = sum(1 for p in parts if p is not None and p is not Ellipsis)
+    if wanted > len(free):
+        raise TraceError(f"{wanted} indices for a captured tensor with {len(free)} axes left")
+    if Ellipsis in [p for p in parts if not isinstance(p, Traced | Tensor)]:
+        where = next(n for n, p in enumerate(parts) if p is Ellipsis)
+        parts[where : where + 1] = [slice(None)] * (len(free) - wanted)
+    else:
+        parts += [slice(None)] * (len(free) - wanted)
+    kept: list[Proxy | None] = []
+    static: list[Any] = []
+    queue = iter(parts)
+    for axis, pick in enumerate(picks):
+        part: Any = pick if pick is not None else next(queue)
+        while part is None:  # a new axis
+            static.append(None)
+            kept.append(None)
+            part = next(queue)
+        traced = _as_index(recorder, part, axis, tensor.shape[axis])
+        static.append(slice(None) if traced is not None else part)
+        kept.append(traced)
+    new_axes = [None for _ in queue]
+    view = tensor
+    if any(s != slice(None) for s in [*static, *new_axes]):
+        view = tensor[tuple([*static, *new_axes])]
+    kept += new_axes
+    if any(pick is None for pick in kept):
+        return View(recorder, view, kept)
+    return recorder.load(view, kept)  # type: ignore[arg-type]
+
+
+def _as_index(recorder: Recorder, part: Any, axis: int, length: int) -> Proxy | None:
+    """A scalar index as a traced one; None for a slice, which torch applies itself.
+
+    Ints become run-time numbers, so that a mod captures the user's tensor and not a slice of it.
+    """
+    if isinstance(part, Proxy):
+        return part
+    if isinstance(part, int) and not isinstance(part, bool):
+        if not -length <= part < length:
+            raise TraceError(f"index {part} is out of range for axis {axis} with {length} entries")
+        return recorder.number(part % length, torch.int64)
+    if isinstance(part, Tensor) and not part.ndim and part.dtype != torch.bool:
+        return recorder.load(part, [])
+    if isinstance(part, View | Tensor | list) or type(part).__name__ == "Vector":
+        raise TraceError("a captured tensor is indexed with several values at once: use scalars")
+    return None
+
+
+def recorder_of(args: Any) -> Recorder:
+    for arg in args:
+        if isinstance(arg, Traced):
+            return arg.recorder
+        if isinstance(arg, tuple | list):
+            found = recorder_of(arg)
+            if found is not None:
+                return found
+    return None  # type: ignore[return-value]
+
+
+def dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a torch function or method, known by its name, called with traced values."""
+    if name == "__getitem__" and isinstance(args[0], Tensor):
+        return index_tensor(recorder_of(args), args[0], [None] * args[0].ndim, args[1])
+    if name in _PYTHON_VALUE:
+        raise TraceError(_PYTHON_VALUE[name])
+    base = name
+    if name.startswith("__i") and name[3:-2] in _INPLACE:
+        base = f"__{name[3:]}"
+    elif name.endswith("_") and not name.endswith("__"):
+        base = name.removesuffix("_")
+    if base not in FUNCTIONS:
+        raise _unknown(name)
+    if base == name:
+        return call(base, args, kwargs)
+    if not isinstance(args[0], Proxy):
+        raise TraceError("a mod changes a captured tensor in place: compute a new value instead")
+    target = args[0]
+    target.position = target.recorder.cast(call(base, args, kwargs), target.dtype).position
+    return target
+
+
+def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what records `name`, with 0-dim tensors as loads and vectors element by element."""
+    from flexmod.program.vectors import REDUCTIONS, elementwise, is_vector
+
+    recorder = recorder_of([*args, *kwargs.values()])
+    if name not in REDUCTIONS:
+        args = tuple(_scalar(recorder, a) for a in args)
+        kwargs = {k: _scalar(recorder, v) for k, v in kwargs.items()}
+        if any(is_vector(a) for a in args):
+            return elementwise(name, args, kwargs)
+    try:
+        return FUNCTIONS[name](*args, **kwargs)
+    except TypeError as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{name}: these arguments are not supported in a mod ({error})") from None
+
+
+def _scalar(recorder: Recorder, value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.ndim:
+        return recorder.load(value, [])
+    return value
+
+
+def _unknown(name: str) -> TraceError:
+    public = [n for n in FUNCTIONS if not n.startswith("__")]
+    close = difflib.get_close_matches(name, public, n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    if name in ("rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "dropout"):
+        hint = ": draw random numbers outside of the mod, into a tensor, and index it"
+    return TraceError(f"torch's {name} is not supported in a mod{hint}")
+
+
+def record(op: str, *args: Any) -> Any:
+    """Record one row of the table."""
+    return recorder_of(args).apply(op, *args)
+
+
+def _install_operators() -> None:
+    for row in TABLE.values():
+        for spelling in row.spellings:
+            FUNCTIONS[spelling] = lambda *args, _op=row.name: record(_op, *args)
+    dunders = [f"__{n}__" for n in _OPERATORS] + [f"__i{n}__" for n in _INPLACE]
+    for dunder in dunders:
+        setattr(Traced, dunder, lambda self, *args, _n=dunder: dispatch(_n, (self, *args), {}))
+    for dunder, text in _PYTHON_VALUE.items():
+        if dunder.startswith("__") and dunder not in ("__len__", "__iter__"):
+            setattr(Traced, dunder, _refusal(text))
+    for dunder in ("__len__", "__iter__"):
+        setattr(Proxy, dunder, _refusal(_PYTHON_VALUE[dunder]))
+
+
+def _refusal(text: str) -> Callable[..., Any]:
+    def refuse(self: Traced, *_: Any) -> Any:
+        raise TraceError(text)
+
+    return refuse
+
+
+_install_operators()

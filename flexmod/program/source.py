@@ -1,0 +1,67 @@
+"""Where in the user's code something happened: file, line and the expression itself."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+
+_OWN = str(Path(__file__).resolve().parent.parent / "program")
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+def _is_users(code: CodeType) -> bool:
+    return not code.co_filename.startswith((_OWN, _TORCH, "<frozen", "<string"))
+
+
+class Site(NamedTuple):
+    """A place in the user's code; its text is made when somebody reads it."""
+
+    code: CodeType
+    instruction: int
+    lineno: int
+
+    def __str__(self) -> str:
+        """`file:line: expression`; the exact expression where Python recorded its columns."""
+        place = f"{self.code.co_filename}:{self.lineno}"
+        expression = linecache.getline(self.code.co_filename, self.lineno).strip()
+        positions = islice(self.code.co_positions(), self.instruction // 2, None)
+        start, end, first, last = next(positions, (None,) * 4)
+        if start is not None and start == end and first is not None and last is not None:
+            line = linecache.getline(self.code.co_filename, start).encode()
+            expression = line[first:last].decode(errors="replace").strip() or expression
+        return f"{place}: {expression}" if expression else place
+
+
+def user_site() -> Site | None:
+    """The innermost frame outside of this package's tracer and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code):
+        frame = frame.f_back
+    return Site(frame.f_code, frame.f_lasti, frame.f_lineno) if frame else None
+
+
+def traceback_site(traceback: TracebackType | None) -> Site | None:
+    """The innermost user frame of an exception."""
+    site = None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _is_users(code):
+            site = Site(code, traceback.tb_lasti, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return site
+
+
+def definition_site(mod: object) -> str:
+    """Where a mod is defined: for errors that concern the whole of it."""
+    function = getattr(mod, "func", mod)  # a partial
+    function = getattr(function, "forward", function)  # a module
+    if not hasattr(function, "__code__"):
+        function = getattr(type(function), "__call__", function)
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else "the mod"

@@ -1,0 +1,150 @@
+"""`trace`: run a mod once on proxies and keep what it did."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import flexmod.program.casts
+import flexmod.program.composites
+import flexmod.program.vectors  # noqa: F401  (these three register what they record)
+from flexmod import counters
+from flexmod.errors import FlexmodError, TraceError
+from flexmod.program.ir import ARGUMENTS, Program
+from flexmod.program.proxy import Proxy, View
+from flexmod.program.record import Recorder
+from flexmod.program.source import definition_site, traceback_site
+
+_RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "dropout"}
+
+
+def trace(
+    mod: Callable[..., Any] | Program,
+    kind: str | None = None,
+    *,
+    score_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Program:
+    """Record a score_mod or mask_mod as a `Program`.
+
+    Args:
+        mod: a function `(score, b, h, q_idx, kv_idx)` or `(b, h, q_idx, kv_idx)`; also a lambda,
+            partial, bound method, callable object or nn.Module. A Program is returned as it is.
+        kind: "score" or "mask"; when left out, told from the number of arguments (5 or 4;
+            arguments with defaults do not count).
+        score_dtype: type of `score`: float32, or float64 for float64 attention.
+        device: what `score.device` shows to the mod.
+
+    Raises:
+        TraceError: naming the user's file, line and expression, and what to write instead.
+
+    Example:
+        >>> import flexmod
+        >>> print(flexmod.trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx))
+        mask_mod <lambda>(q_idx, kv_idx)
+          %0 = q_idx                                int64
+          %1 = kv_idx                               int64
+          %2 = ge %0 %1                             bool
+          return %2
+    """
+    if isinstance(mod, Program):
+        if kind is not None and mod.kind != kind:
+            raise TraceError(f"a {mod.kind}_mod was given where a {kind}_mod is expected")
+        return mod
+    if not callable(mod):
+        raise TraceError(f"a mod must be callable, not {type(mod).__name__}")
+    kind = _check_arity(mod, kind)
+    counters.COUNTS.traces += 1
+    recorder = Recorder(torch.device(device))
+    arguments = [
+        recorder.emit("input", (), score_dtype if name == "score" else torch.int64, name)
+        for name in ARGUMENTS[kind]
+    ]
+    try:
+        with _Watch():
+            result = mod(*arguments)
+        value = _finish(recorder, kind, score_dtype, result)
+    except Exception as error:
+        if isinstance(error, FlexmodError) and not isinstance(error, TraceError):
+            raise
+        site = traceback_site(error.__traceback__) or definition_site(mod)
+        raise TraceError(f"{site}\n  {_name(mod)}: {error}") from error.__cause__
+    return recorder.program(kind, _name(mod), value)
+
+
+def _finish(recorder: Recorder, kind: str, score_dtype: torch.dtype, result: Any) -> Proxy:
+    """Check the mod's result and bring it to its type: bool for a mask, the score's for a score."""
+    if isinstance(result, torch.Tensor) and result.numel() == 1:
+        result = recorder.load(result.reshape(()), [])
+    if isinstance(result, View) and result.shape.numel() == 1:
+        result = result.elements()[0]
+    if isinstance(result, bool | int | float):
+        is_truth = isinstance(result, bool)
+        result = recorder.number(result, torch.bool if is_truth else score_dtype)
+    if not isinstance(result, Proxy):
+        raise TraceError(
+            f"a {kind}_mod must return one traced scalar, not {type(result).__name__}: "
+            "check that every path ends in `return`"
+        )
+    if kind == "score":
+        return recorder.cast(result, score_dtype)
+    if result.dtype != torch.bool:
+        raise TraceError(
+            f"a mask_mod must return bool, not {result.dtype}: write a comparison such as `!= 0`"
+        )
+    return result
+
+
+def _check_arity(mod: Callable[..., Any], kind: str | None) -> str:
+    """The kind of a mod from its arguments; refuse a mod that cannot take them."""
+    target = mod.forward if isinstance(mod, torch.nn.Module) else mod
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # a builtin: believe the caller
+    positional = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters) or not parameters
+    by_count = {len(names): k for k, names in ARGUMENTS.items()}
+    found = by_count.get(len(positional))
+    if variadic and kind is not None:
+        return kind
+    if found is None or (kind is not None and kind != found):
+        wanted = [kind] if kind else list(ARGUMENTS)
+        forms = " or ".join(f"{k}_mod({', '.join(ARGUMENTS[k])})" for k in wanted)
+        raise TraceError(
+            f"{_name(mod)} takes {len(positional)} positional arguments; expected {forms}"
+        )
+    return found
+
+
+def _name(mod: Any) -> str:
+    if isinstance(mod, functools.partial):
+        return _name(mod.func)
+    return getattr(mod, "__name__", None) or type(mod).__name__
+
+
+class _Watch(TorchFunctionMode):
+    """Notices calls on ordinary tensors inside a mod that would silently become constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.removesuffix("_like") in _RANDOM:
+            raise TraceError(
+                f"torch's {name} in a mod would give one value for all positions: "
+                "draw random numbers outside, into a tensor, and index it"
+            )
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        traced = any(isinstance(a, Proxy | View) for a in args)
+        changes = name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+        if changes and tensors and not traced:
+            raise TraceError("a mod changes a captured tensor in place: compute a new one instead")
+        return func(*args, **(kwargs or {}))

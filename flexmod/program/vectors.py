@@ -1,0 +1,129 @@
+"""Short vectors inside a mod: a trailing axis of a captured tensor, unrolled into scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+from torch import Tensor
+
+from flexmod.errors import TraceError
+from flexmod.program.proxy import LARGEST_VECTOR, Proxy, Traced, View, call, named
+
+REDUCTIONS = ("sum", "mean", "amax", "amin", "dot", "inner", "vdot", "matmul", "__matmul__",
+              "__rmatmul__", "take", "gather", "index_select", "embedding")  # fmt: skip
+
+
+class Vector(Traced):
+    """Scalars that came from one axis."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.recorder = next(i.recorder for i in items if isinstance(i, Traced))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.items),)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self.items[index]
+        if isinstance(index, slice):
+            return Vector(self.items[index])
+        raise TraceError("a computed vector can only be indexed with Python ints and slices")
+
+
+def is_vector(value: Any) -> bool:
+    return isinstance(value, View | Vector) or (isinstance(value, Tensor) and value.ndim > 0)
+
+
+def elements(value: Any) -> list[Any]:
+    """The scalars of a vector."""
+    if isinstance(value, Vector):
+        return value.items
+    if isinstance(value, View):
+        return value.elements()
+    if value.ndim != 1 or value.shape[0] > LARGEST_VECTOR:
+        raise TraceError(
+            f"a captured tensor of shape {list(value.shape)} meets a traced scalar: index it with "
+            "b, h, q_idx or kv_idx so that one value remains"
+        )
+    return list(value.unbind())
+
+
+def elementwise(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a scalar function along vectors; a vector of one entry is a scalar again."""
+    columns = [elements(a) if is_vector(a) else a for a in args]
+    length = max(len(c) for c in columns if isinstance(c, list))
+    items = []
+    for n in range(length):
+        row = [c[n if len(c) > 1 else 0] if isinstance(c, list) else c for c in columns]
+        if any(isinstance(r, Traced) for r in row):
+            items.append(call(name, tuple(row), kwargs))
+        else:
+            anchor = next(a for a in args if isinstance(a, Traced))
+            row = [anchor.recorder.load(r, []) if isinstance(r, Tensor) else r for r in row]
+            items.append(call(name, tuple(row), kwargs))
+    return items[0] if length == 1 else Vector(items)
+
+
+def _reduce(step: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def reduction(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(x, Proxy):
+            return x
+        if dim not in (None, 0, -1, (0,), (-1,)) or keepdim:
+            raise TraceError("a reduction in a mod works on one axis: leave dim and keepdim out")
+        return reduce(step, elements(x))
+
+    return reduction
+
+
+named("sum")(_reduce(lambda x, y: x + y))
+named("amax")(_reduce(lambda x, y: call("maximum", (x, y), {})))
+named("amin")(_reduce(lambda x, y: call("minimum", (x, y), {})))
+
+
+@named("mean")
+def mean(x: Any, dim: Any = None) -> Any:
+    return x if isinstance(x, Proxy) else call("sum", (x, dim), {}) / len(elements(x))
+
+
+@named("dot", "inner", "vdot", "matmul", "__matmul__", "__rmatmul__")
+def dot(x: Any, y: Any) -> Any:
+    """Dot product of two short vectors."""
+    left, right = elements(x), elements(y)
+    if len(left) != len(right):
+        raise TraceError(f"a dot product of {len(left)} with {len(right)} entries")
+    return call("sum", (elementwise("mul", (x, y), {}),), {})
+
+
+@named("take")
+def take(table: Tensor, index: Any) -> Any:
+    return table.reshape(-1)[index]
+
+
+@named("embedding")
+def embedding(index: Any, weight: Tensor, *_: Any, **__: Any) -> Any:
+    return weight[index]
+
+
+@named("index_select")
+def index_select(table: Tensor, dim: int, index: Any) -> Any:
+    return table.movedim(dim, 0)[index] if table.ndim == 1 else _keep_axis(table, dim, index)
+
+
+def _keep_axis(table: Tensor, dim: int, index: Any) -> Any:
+    """The chosen entry with its axis kept, of length 1, as torch returns it."""
+    axis = dim % table.ndim
+    return table.unsqueeze(axis)[(slice(None),) * (axis + 1) + (index,)]
+
+
+@named("gather")
+def gather(table: Tensor, dim: int, index: Any) -> Any:
+    if table.ndim != 1:
+        raise TraceError("gather in a mod works on a captured vector: index the table instead")
+    return table[index]
