@@ -93,7 +93,9 @@ def _dtypes(named: Mapping[str, Tensor]) -> None:
 
 def returns(return_lse: bool, return_aux: Any) -> None:
     if return_lse and return_aux is not None:
-        raise ArgumentError("give return_lse or return_aux, not both: return_aux=AuxRequest(lse=True)")
+        raise ArgumentError(
+            "give return_lse or return_aux, not both: return_aux=AuxRequest(lse=True)"
+        )
 
 
 def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -112,7 +114,9 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         if base in TILE_OPTIONS:
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 if base != "num_stages" or not isinstance(value, int) or value < 1:
-                    raise ArgumentError(f"kernel_options {name} must be a power of two, not {value!r}")
+                    raise ArgumentError(
+                        f"kernel_options {name} must be a power of two, not {value!r}"
+                    )
             if not name.startswith("bwd_"):
                 hints[base] = max(value, 16) if base.startswith("BLOCK") else value
     return hints

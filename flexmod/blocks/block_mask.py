@@ -100,7 +100,7 @@ class BlockMask:
             "q_idx": q_idx[:, None],
             "kv_idx": count(kv_len),
         }
-        visible, invalid = evaluate(program, inputs)
+        (visible,), invalid = evaluate(program, inputs)
         raise_if_invalid(program, invalid, None)
         return visible.expand(batch, heads, len(q_idx), kv_len)
 
@@ -182,9 +182,7 @@ class BlockMask:
     __repr__ = __str__
 
 
-def _grid(
-    program: Program, shape: tuple[int, int, int, int], block_size: tuple[int, int]
-) -> Grid:
+def _grid(program: Program, shape: tuple[int, int, int, int], block_size: tuple[int, int]) -> Grid:
     """Planes only for the axes that the mask reads."""
     batch = shape[0] if "b" in program.reads else min(shape[0], 1)
     heads = shape[1] if "h" in program.reads else min(shape[1], 1)

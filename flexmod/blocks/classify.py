@@ -88,9 +88,7 @@ def _spans(grid: Grid, cells: _Cells, level: int) -> tuple[Interval, Interval]:
     return Interval(q, q_end), Interval(kv, kv_end)
 
 
-def _decide(
-    program: Program, grid: Grid, cells: _Cells, level: int, load: LoadRule
-) -> Tensor:
+def _decide(program: Program, grid: Grid, cells: _Cells, level: int, load: LoadRule) -> Tensor:
     """EMPTY, FULL or _UNDECIDED for each cell; a block cut short by an end is never FULL."""
     b, h = cells.plane // grid.heads, cells.plane % grid.heads
     q, kv = _spans(grid, cells, level)
@@ -129,7 +127,9 @@ def _look(program: Program, grid: Grid, cells: _Cells) -> Tensor:
         short = (q.hi - q.lo + 1)[chunk] < grid.block_q
         short = short | ((kv.hi - kv.lo + 1)[chunk] < grid.block_kv)
         full_or_cut = torch.where(short, PARTIAL, FULL)
-        kind[chunk] = torch.where(all_visible, full_or_cut, torch.where(any_visible, PARTIAL, EMPTY))
+        kind[chunk] = torch.where(
+            all_visible, full_or_cut, torch.where(any_visible, PARTIAL, EMPTY)
+        )
     return kind
 
 
@@ -145,7 +145,7 @@ def _any_all(
         "q_idx": q[:, :, None],
         "kv_idx": kv[:, None, :],
     }
-    visible, invalid = evaluate(narrow, inputs)
+    (visible,), invalid = evaluate(narrow, inputs)
     raise_if_invalid(narrow, invalid, None)
     shape = (len(cells.plane), q.shape[1], kv.shape[1])
     flat = visible.expand(shape).flatten(1)

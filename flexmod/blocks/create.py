@@ -91,7 +91,7 @@ def create_mask(
     }
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True))
     narrow = specialize(program, extents)
-    value, invalid = evaluate(narrow, inputs)
+    (value,), invalid = evaluate(narrow, inputs)
     raise_if_invalid(narrow, invalid, None)
     return value.expand(shape).clone()
 

@@ -85,9 +85,13 @@ def from_kv_blocks(
     batch_kept = batch if "b" in program.reads else 1
     heads_kept = heads if "h" in program.reads else 1
     runs = Runs.from_tiles(tiles[:batch_kept, :heads_kept].flatten(0, 2))
-    return BlockMask((batch, heads, q_len, kv_len), block, program, runs, (0,) * 0 or tuple(
-        c._version for c in program.captures
-    ))
+    return BlockMask(
+        (batch, heads, q_len, kv_len),
+        block,
+        program,
+        runs,
+        (0,) * 0 or tuple(c._version for c in program.captures),
+    )
 
 
 def _scatter(name: str, counts: Tensor, indices: Tensor, kind: int) -> Tensor:

@@ -140,11 +140,11 @@ def _modify(
         inputs[name] = index.view([-1] + [1] * (3 - axis))
     visible: Tensor | None = None
     if problem.mask_program is not None and not full:
-        visible, invalid = evaluate(problem.mask_program, inputs)
+        (visible,), invalid = evaluate(problem.mask_program, inputs)
         raise_if_invalid(problem.mask_program, invalid, None)
     shape = score.shape
     if problem.score is not None:
-        value, invalid = evaluate(problem.score, {**inputs, "score": score})
+        (value,), invalid = evaluate(problem.score, {**inputs, "score": score})
         raise_if_invalid(problem.score, invalid, visible)
         score = value.expand(shape)
     return score if visible is None else torch.where(visible, score, -torch.inf)

@@ -49,7 +49,9 @@ def target(device: torch.device) -> tuning.Target | str:
     if torch.version.hip:
         return tuning.Target(properties.gcnArchName.split(":")[0], 64 << 10)
     if properties.major < 8:
-        return f"it needs compute capability 8.0, this GPU has {properties.major}.{properties.minor}"
+        return (
+            f"it needs compute capability 8.0, this GPU has {properties.major}.{properties.minor}"
+        )
     arch = f"sm_{properties.major}{properties.minor}"
     return tuning.Target(arch, properties.shared_memory_per_block_optin)
 

@@ -36,11 +36,11 @@ def visible_scores(problem: Problem, score: Tensor) -> Tensor:
     indices = index_inputs(problem)
     visible: Tensor | None = None
     if problem.mask_program is not None:
-        visible, invalid = evaluate(problem.mask_program, indices)
+        (visible,), invalid = evaluate(problem.mask_program, indices)
         raise_if_invalid(problem.mask_program, invalid, None)
     if problem.score is not None:
         shape = score.shape
-        value, invalid = evaluate(problem.score, {**indices, "score": score})
+        (value,), invalid = evaluate(problem.score, {**indices, "score": score})
         raise_if_invalid(problem.score, invalid, visible)
         score = value.expand(shape)
     return score if visible is None else torch.where(visible, score, -torch.inf)

@@ -33,15 +33,19 @@ def render(template: str, score: Function, mask: Function, **holes: str) -> str:
     The holes are the two mods, the device functions they use, and the list of their captures.
     """
     captures = [*score.parameters, *mask.parameters]
-    return _environment().get_template(template).render(
-        functions=device_functions(score.text + mask.text),
-        score_mod=score.text.rstrip(),
-        mask_mod=mask.text.rstrip(),
-        score_arguments="".join(f", {name}" for name, _ in score.parameters),
-        mask_arguments="".join(f", {name}" for name, _ in mask.parameters),
-        captures=[f'{name}: "{kind}"' if kind else name for name, kind in captures],
-        capture_names=[name for name, _ in captures],
-        **holes,
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            functions=device_functions(score.text + mask.text),
+            score_mod=score.text.rstrip(),
+            mask_mod=mask.text.rstrip(),
+            score_arguments="".join(f", {name}" for name, _ in score.parameters),
+            mask_arguments="".join(f", {name}" for name, _ in mask.parameters),
+            captures=[f'{name}: "{kind}"' if kind else name for name, kind in captures],
+            capture_names=[name for name, _ in captures],
+            **holes,
+        )
     )
 
 

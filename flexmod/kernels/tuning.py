@@ -98,9 +98,7 @@ def _hinted(tiles: Tiles, problem: Problem) -> Tiles:
     hints = problem.options
     q = min(hints.get("BLOCK_M", tiles.q), padded(problem.q_len))
     kv = min(hints.get("BLOCK_N", tiles.kv), padded(problem.kv_len))
-    return Tiles(
-        q, kv, hints.get("num_warps", tiles.warps), hints.get("num_stages", tiles.stages)
-    )
+    return Tiles(q, kv, hints.get("num_warps", tiles.warps), hints.get("num_stages", tiles.stages))
 
 
 def _smaller(tiles: Tiles) -> Tiles | None:

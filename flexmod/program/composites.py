@@ -209,8 +209,10 @@ def minimum(x: Any, other: Any) -> Any:
 
 @named("round")
 def round_(x: Any, *, decimals: int = 0) -> Any:
-    return record("round", x) if decimals == 0 else record("round", x * 10.0**decimals) / (
-        10.0**decimals
+    return (
+        record("round", x)
+        if decimals == 0
+        else record("round", x * 10.0**decimals) / (10.0**decimals)
     )
 
 
@@ -271,7 +273,9 @@ def gelu(x: Any, *, approximate: str = "none") -> Any:
 @named("softplus")
 def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     scaled = x * beta
-    return where(scaled > threshold, x, record("log1p", record("exp", clamp(scaled, None, threshold))) / beta)
+    return where(
+        scaled > threshold, x, record("log1p", record("exp", clamp(scaled, None, threshold))) / beta
+    )
 
 
 @named("logsigmoid")
@@ -314,12 +318,20 @@ def isnan(x: Any) -> Any:
 
 @named("isinf")
 def isinf(x: Any) -> Any:
-    return record("eq", abs(x), math.inf) if x.is_floating_point() else x.new_zeros((), dtype=torch.bool)
+    return (
+        record("eq", abs(x), math.inf)
+        if x.is_floating_point()
+        else x.new_zeros((), dtype=torch.bool)
+    )
 
 
 @named("isfinite")
 def isfinite(x: Any) -> Any:
-    return record("lt", abs(x), math.inf) if x.is_floating_point() else x.new_ones((), dtype=torch.bool)
+    return (
+        record("lt", abs(x), math.inf)
+        if x.is_floating_point()
+        else x.new_ones((), dtype=torch.bool)
+    )
 
 
 @named("lerp")

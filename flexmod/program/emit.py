@@ -66,12 +66,13 @@ def emit(program: Program, prefix: str, fast: bool = False) -> Function:
         body.append(f"{name} = {_spell(program, line, args, fast)}")
         return name
 
-    result = interpret(program, leaf, apply)[-1]
+    lines = interpret(program, leaf, apply)
+    result = ", ".join(lines[n] for n in program.outputs)
     if valid and program.kind == "score":
         body.append(f"{result} = tl.where({' & '.join(valid)}, {result}, float('nan'))")
     signature = ", ".join([*ARGUMENTS[program.kind], *(name for name, _ in parameters)])
-    lines = [f"def {program.kind}_mod({signature}):", *body, f"return {result}"]
-    return Function("@triton.jit\n" + "\n    ".join(lines) + "\n", parameters)
+    text = [f"def {program.kind}_mod({signature}):", *body, f"return {result}"]
+    return Function("@triton.jit\n" + "\n    ".join(text) + "\n", parameters)
 
 
 def _spell(program: Program, line: Instruction, args: tuple[str, ...], fast: bool) -> str:

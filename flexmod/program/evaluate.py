@@ -14,9 +14,9 @@ from flexmod.program.ops import TABLE
 
 
 class Evaluation(NamedTuple):
-    """The result, and per element the load (position + 1) that left its tensor, 0 if none did."""
+    """The results, and per element the load (position + 1) that left its tensor, 0 if none did."""
 
-    value: Tensor
+    values: tuple[Tensor, ...]
     invalid: Tensor | None
 
 
@@ -28,7 +28,7 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
         inputs: `score` and index tensors by name, of any shapes that broadcast.
 
     Returns:
-        The value, of the broadcast shape or of one that expands to it (an axis that nothing
+        The values, of the broadcast shape or of ones that expand to it (an axis that nothing
         depends on stays short), and where a load was out of range.
     """
     invalid: list[Tensor] = []
@@ -56,20 +56,23 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
             return args[0].to(line.attr).to(line.dtype)  # type: ignore[arg-type]
         return TABLE[line.op].evaluate(*args)
 
-    value = interpret(program, leaf, apply)[-1]
+    lines = interpret(program, leaf, apply)
+    values = tuple(lines[n] for n in program.outputs)
     if not invalid:
-        return Evaluation(value, None)
+        return Evaluation(values, None)
     worst = invalid[0]
     for other in invalid[1:]:
         worst = torch.maximum(worst, other)
-    return Evaluation(value, worst)
+    return Evaluation(values, worst)
 
 
 def raise_if_invalid(program: Program, invalid: Tensor | None, counts: Tensor | None) -> None:
     """Raise for a load out of range where `counts` (visible positions; None: all) is true."""
     if invalid is None:
         return
-    position = int((invalid if counts is None else invalid * counts).max()) if invalid.numel() else 0
+    position = (
+        int((invalid if counts is None else invalid * counts).max()) if invalid.numel() else 0
+    )
     if position:
         load: Load = program.instructions[position - 1].attr  # type: ignore[assignment]
         shape = list(program.captures[load.slot].shape)

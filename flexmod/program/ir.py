@@ -10,7 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
-ARGUMENTS = {"score": ("score", *INDICES), "mask": INDICES}
+ARGUMENTS = {
+    "score": ("score", *INDICES),
+    "mask": INDICES,
+    "gradient": ("grad", "score", *INDICES),
+}
 LEAVES = ("input", "number", "load")
 
 Value = TypeVar("Value")
@@ -40,38 +44,40 @@ class Load:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced mod. The last instruction is its result.
+    """A traced mod. Its results are `outputs`: of a mod, the last instruction alone.
 
     `structure` is all that a kernel's text may depend on; the values in `numbers` and `captures`
     are run-time arguments, so changing them never makes a new kernel.
     """
 
-    kind: str  # "score" or "mask"
+    kind: str  # "score", "mask" or "gradient"
     name: str
     instructions: tuple[Instruction, ...]
+    outputs: tuple[int, ...]
     numbers: tuple[float | int, ...] = ()
     captures: tuple[torch.Tensor, ...] = ()
     sites: Mapping[int, object] = field(default_factory=dict)  # position of a load -> user's line
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The variables (score, b, h, q_idx, kv_idx) that the result depends on."""
+        """The variables (score, b, h, q_idx, kv_idx) that the results depend on."""
         return frozenset(i.attr for i in self.instructions if i.op == "input")  # type: ignore[misc]
 
     @cached_property
     def structure(self) -> Hashable:
         kinds = tuple((tensor.dtype, tensor.ndim) for tensor in self.captures)
-        return (self.kind, self.instructions, kinds)
+        return (self.kind, self.instructions, self.outputs, kinds)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.instructions[-1].dtype
+        return self.instructions[self.outputs[0]].dtype
 
     def __str__(self) -> str:
         arguments = [name for name in ARGUMENTS[self.kind] if name in self.reads]
         head = f"{self.kind}_mod {self.name}({', '.join(arguments)})"
         body = [f"  %{n} = {self._describe(i)}" for n, i in enumerate(self.instructions)]
-        return "\n".join([head, *body, f"  return %{len(body) - 1}"])
+        results = ", ".join(f"%{n}" for n in self.outputs)
+        return "\n".join([head, *body, f"  return {results}"])
 
     def _describe(self, instruction: Instruction) -> str:
         match instruction.op:

@@ -91,12 +91,12 @@ class Recorder:
             if not tensor.shape[axis]:
                 raise TraceError(f"axis {axis} of a captured tensor is indexed but is empty")
         positions = tuple(i.position for i in indices)
-        load = Load(self._slot(tensor), ("check",) * tensor.ndim)
+        load = Load(self.slot(tensor), ("check",) * tensor.ndim)
         value = self.emit("load", positions, _readable(tensor.dtype), load)
         self.sites.setdefault(value.position, user_site())
         return value
 
-    def _slot(self, tensor: Tensor) -> int:
+    def slot(self, tensor: Tensor) -> int:
         """Captures are told apart by what they show, so a view made twice is captured once."""
         key: Hashable = id(tensor)
         if not tensor.requires_grad:
@@ -107,10 +107,10 @@ class Recorder:
             self.captures.append(tensor)
         return self._slots[key]
 
-    def program(self, kind: str, name: str, result: Proxy) -> Program:
-        """The finished program: only what the result needs, renumbered."""
-        needed = {result.position}
-        for position in range(result.position, -1, -1):
+    def program(self, kind: str, name: str, *results: Proxy) -> Program:
+        """The finished program: only what the results need, renumbered."""
+        needed = {r.position for r in results}
+        for position in range(max(needed), -1, -1):
             if position in needed:
                 needed.update(self.lines[position].args)
         order = {old: new for new, old in enumerate(sorted(needed))}
@@ -131,7 +131,8 @@ class Recorder:
                 attr = Load(slots[attr.slot], attr.modes)
             lines.append(Instruction(line.op, tuple(order[a] for a in line.args), line.dtype, attr))
         sites = {order[p]: s for p, s in self.sites.items() if p in order}
-        return Program(kind, name, tuple(lines), tuple(numbers), tuple(captures), sites)
+        outputs = tuple(order[r.position] for r in results)
+        return Program(kind, name, tuple(lines), outputs, tuple(numbers), tuple(captures), sites)
 
 
 def _readable(dtype: torch.dtype) -> torch.dtype:
@@ -154,7 +155,9 @@ def _types(
 
     Asked on 0-dim meta tensors, and on Python numbers where the operand is one.
     """
-    metas = [k(1) if isinstance(k, type) else torch.empty((), dtype=k, device="meta") for k in kinds]
+    metas = [
+        k(1) if isinstance(k, type) else torch.empty((), dtype=k, device="meta") for k in kinds
+    ]
     dtype = TABLE[name].evaluate(*metas).dtype
     dtype = torch.float32 if dtype in HALF else dtype
     if name == "where":

@@ -38,7 +38,8 @@ def specialize(program: Program, extents: Mapping[str, int]) -> Program:
             _memory.popitem(last=False)
     instructions, moved = _memory[key]
     sites = {moved[n]: site for n, site in program.sites.items()}
-    return replace(program, instructions=instructions, sites=sites)
+    outputs = tuple(moved[n] for n in program.outputs)
+    return replace(program, instructions=instructions, outputs=outputs, sites=sites)
 
 
 class _Narrower:
@@ -60,9 +61,7 @@ class _Narrower:
         if line.op == "load":
             load: Load = line.attr  # type: ignore[assignment]
             shape = self.program.captures[load.slot].shape
-            modes = tuple(
-                _mode(*self.ends[a], n) for a, n in zip(line.args, shape, strict=True)
-            )
+            modes = tuple(_mode(*self.ends[a], n) for a, n in zip(line.args, shape, strict=True))
             args = tuple(self.moved[a] for a in line.args)
             return replace(line, args=args, attr=Load(load.slot, modes))
         if line.op in ("input", "number", "cast"):

@@ -62,9 +62,7 @@ def _assert_same_specials(got: Tensor, expected: Tensor, finite: Tensor) -> None
         )
 
 
-def _bound(
-    dtype: torch.dtype, expected: Tensor, finite: Tensor, yardstick: Tensor | None
-) -> float:
+def _bound(dtype: torch.dtype, expected: Tensor, finite: Tensor, yardstick: Tensor | None) -> float:
     largest = float(expected[finite].abs().max())
     if dtype == torch.float64:
         return FP64_TOLERANCE * max(1.0, largest)

@@ -1,0 +1,117 @@
+"""The derivative of a score_mod, as another program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flexmod.program.ir import Load, Program
+from flexmod.program.ops import TABLE
+from flexmod.program.proxy import Proxy
+from flexmod.program.record import Recorder
+
+
+@dataclass(frozen=True)
+class LoadGradient:
+    """What one load of a captured tensor receives: positions in `Gradient.program.outputs`."""
+
+    slot: int  # of the captured tensor, in the score program
+    value: int
+    indices: tuple[int, ...]  # one an axis
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Outputs of `program`, a function of (grad, score, b, h, q_idx, kv_idx).
+
+    score: output that holds the derivative with respect to the score; None: it is 0.
+    loads: one for each load from a captured tensor that needs a gradient.
+    """
+
+    program: Program
+    score: int | None
+    loads: tuple[LoadGradient, ...]
+
+
+def differentiate(program: Program, slots: frozenset[int]) -> Gradient:
+    """Trace the derivative rules backwards over a score program, and keep what is needed.
+
+    Args:
+        program: an unspecialized score program.
+        slots: captured tensors that need a gradient.
+    """
+    recorder = Recorder(torch.device("cpu"))
+    grad = recorder.emit("input", (), program.dtype, "grad")
+    lines = _replay(program, recorder)
+    received: dict[int, Proxy] = {len(lines) - 1: grad}
+    found: list[tuple[int, Proxy, tuple[Proxy, ...]]] = []
+    of_score: Proxy | None = None
+    for position in range(len(lines) - 1, -1, -1):
+        line = program.instructions[position]
+        if position not in received or not line.dtype.is_floating_point:
+            continue
+        gradient = received[position]
+        if line.op == "input":
+            of_score = gradient
+        elif line.op == "load":
+            load: Load = line.attr  # type: ignore[assignment]
+            if load.slot in slots:
+                found.append((load.slot, gradient, tuple(lines[a] for a in line.args)))
+        elif line.op != "number":
+            _propagate(program, position, gradient, lines, received)
+    return _collect(recorder, program, of_score, found)
+
+
+def _replay(program: Program, recorder: Recorder) -> list[Proxy]:
+    """The program again, on a new recorder; number slots and captures keep their order."""
+    lines: list[Proxy] = []
+    for line in program.instructions:
+        if line.op == "number":
+            lines.append(recorder.number(program.numbers[line.attr], line.dtype))  # type: ignore[index]
+            continue
+        attr = line.attr
+        if isinstance(attr, Load):
+            attr = Load(recorder.slot(program.captures[attr.slot]), attr.modes)
+        args = tuple(lines[a].position for a in line.args)
+        lines.append(recorder.emit(line.op, args, line.dtype, attr))
+    return lines
+
+
+def _propagate(
+    program: Program, position: int, grad: Proxy, lines: list[Proxy], received: dict[int, Proxy]
+) -> None:
+    """Send the gradient of one line on to its operands."""
+    line = program.instructions[position]
+    operands = [lines[a] for a in line.args]
+    if line.op in ("cast", "round_to"):
+        source = operands[0]
+        gradients = (
+            (source.recorder.cast(grad, source.dtype),) if source.is_floating_point() else ()
+        )
+    elif TABLE[line.op].vjp is None:
+        return
+    else:
+        gradients = TABLE[line.op].vjp(grad, lines[position], *operands)  # type: ignore[misc]
+    for argument, gradient in zip(line.args, gradients, strict=False):
+        if gradient is not None and program.instructions[argument].dtype.is_floating_point:
+            earlier = received.get(argument)
+            received[argument] = gradient if earlier is None else earlier + gradient
+
+
+def _collect(
+    recorder: Recorder,
+    program: Program,
+    of_score: Proxy | None,
+    found: list[tuple[int, Proxy, tuple[Proxy, ...]]],
+) -> Gradient:
+    outputs: list[Proxy] = [] if of_score is None else [of_score]
+    loads = []
+    for slot, value, indices in found:
+        start = len(outputs)
+        outputs += [value, *indices]
+        loads.append(LoadGradient(slot, start, tuple(range(start + 1, len(outputs)))))
+    if not outputs:  # nothing depends on anything: keep a program with one line
+        outputs = [recorder.emit("input", (), program.dtype, "grad")]
+    recorded = recorder.program("gradient", program.name, *outputs)
+    return Gradient(replace(recorded, sites={}), None if of_score is None else 0, tuple(loads))
