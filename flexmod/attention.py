@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmod import checks
+from flexmod.autograd import attend
 from flexmod.blocks import BlockMask
-from flexmod.kernels.choose import forward
 from flexmod.kernels.problem import Inputs, Problem, Result
 from flexmod.program import Program, trace
 from flexmod.program.specialize import specialize
@@ -53,6 +53,10 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Any:
     """Attention with a score_mod and a mask, both a few lines of Python.
@@ -68,6 +72,13 @@ def flex_attention(
         return_lse: return (out, lse). return_aux: return (out, AuxOutput).
         kernel_options: hints (BLOCK_M, BLOCK_N, num_warps, num_stages, ...); they never change a
             result.
+        sink: [Hq]; one more score a head, in the denominator of every row, with no value. lse
+            includes it. It may need a gradient.
+        dropout_p: probability in [0, 1) that a softmax weight is dropped; the others are scaled
+            by 1 / (1 - p). Which ones is a function of (dropout_seed, b, h, q_idx, kv_idx) alone.
+        dropout_seed: an int; default: drawn from torch's generator.
+        deterministic: True: all gradients are bitwise equal from run to run; default:
+            `torch.are_deterministic_algorithms_enabled()`.
         backend: "fa2", "cpu" or "reference"; default: the best that can serve the call.
 
     Returns:
@@ -90,33 +101,38 @@ def flex_attention(
     checks.tensors(query, key, value, enable_gqa)
     checks.returns(return_lse, return_aux)
     options = checks.options(kernel_options)
+    checks.sink(sink, query)
     inputs = Inputs(query, key, value)
-    problem = make_problem(inputs, score_mod, block_mask, scale, options)
-    result = forward(problem, inputs, backend)
+    score = None
+    if score_mod is not None:
+        work = torch.float64 if query.dtype == torch.float64 else torch.float32
+        score = trace(score_mod, "score", score_dtype=work, device=query.device)
+        checks.captures(score, query.device)
+    problem = make_problem(inputs, score, block_mask, scale, options)
+    problem = replace(
+        problem,
+        sink=sink,
+        dropout_p=checks.dropout(dropout_p),
+        dropout_seed=_seed(dropout_p, dropout_seed),
+        deterministic=_deterministic(deterministic),
+    )
+    result = attend(problem, inputs, score, backend)
     return _returned(result, return_lse, return_aux)
 
 
 def make_problem(
     inputs: Inputs,
-    score_mod: Mod | None,
+    score: Program | None,
     block_mask: BlockMask | Mod | None,
-    scale: float | None,
-    options: dict[str, Any],
+    scale: float | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Problem:
-    """Trace the mods, fit the block map to the tensors, and gather what a kernel depends on."""
+    """Fit the mods to the tensors, and gather what a kernel depends on."""
     query, key, value = inputs
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     extents = {"b": batch, "h": heads, "q_idx": q_len, "kv_idx": kv_len}
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    score = None
-    if score_mod is not None:
-        score = trace(score_mod, "score", score_dtype=work, device=query.device)
-        checks.captures(score, query.device)
-        score = specialize(score, extents)
     mask = _block_mask(block_mask, query, kv_len)
-    programs = [p for p in (score, mask.program if mask else None) if p is not None]
-    captured = [c for p in programs for c in p.captures]
     return Problem(
         batch=batch,
         heads=heads,
@@ -128,12 +144,22 @@ def make_problem(
         dtype=query.dtype,
         device=query.device,
         scale=1 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale),
-        score=score,
+        score=specialize(score, extents) if score is not None else None,
         mask=mask,
         mask_program=specialize(mask.program, extents) if mask else None,
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *captured)),
-        options=options,
+        options=options or {},
     )
+
+
+def _seed(p: float, seed: int | None) -> int:
+    """64 bits; drawn only where they are used."""
+    if seed is None and p:
+        return int(torch.randint(2**63 - 1, ()).item())
+    return (seed or 0) & (2**64 - 1)
+
+
+def _deterministic(asked: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if asked is None else bool(asked)
 
 
 def _block_mask(given: BlockMask | Mod | None, query: Tensor, kv_len: int) -> BlockMask | None:
@@ -144,7 +170,7 @@ def _block_mask(given: BlockMask | Mod | None, query: Tensor, kv_len: int) -> Bl
     shape = (batch, heads, q_len, kv_len)
     if not isinstance(given, BlockMask):
         program = trace(given, "mask", device=query.device)
-        checks.captures(program, query.device)
+        checks.mask_captures(program, query.device)
         return BlockMask.from_program(program, shape, (_MAP_BLOCK, _MAP_BLOCK), query.device)
     checks.block_mask(given, shape, query.device)
     return given

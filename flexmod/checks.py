@@ -122,6 +122,25 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return hints
 
 
+def sink(given: Tensor | None, query: Tensor) -> None:
+    """One float a query head, on the query's device."""
+    if given is None:
+        return
+    if not isinstance(given, Tensor) or given.shape != (query.shape[1],):
+        shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ArgumentError(f"sink must have shape [{query.shape[1]}] (query heads), not {shape}")
+    if not given.is_floating_point():
+        raise ArgumentError(f"sink must be a floating-point tensor, not {given.dtype}")
+    if given.device != query.device:
+        raise DeviceError(f"sink is on {given.device}, but query is on {query.device}")
+
+
+def dropout(p: float) -> float:
+    if not isinstance(p, int | float) or not 0 <= p < 1:
+        raise ArgumentError(f"dropout_p must be in [0, 1), not {p!r}")
+    return float(p)
+
+
 def captures(program: Program, device: torch.device) -> None:
     """Captured tensors must live where the query does."""
     for tensor in program.captures:
@@ -130,6 +149,16 @@ def captures(program: Program, device: torch.device) -> None:
                 f"{program.name} captures a tensor of shape {list(tensor.shape)} on "
                 f"{tensor.device}, but query is on {device}: move it with .to({str(device)!r})"
             )
+
+
+def mask_captures(program: Program, device: torch.device) -> None:
+    """A mask is a decision: it has no gradient."""
+    captures(program, device)
+    if torch.is_grad_enabled() and any(c.requires_grad for c in program.captures):
+        raise ArgumentError(
+            f"{program.name} captures a tensor that needs a gradient, but a mask has none: "
+            "use tensor.detach() in the mask, or a score_mod"
+        )
 
 
 def block_mask(mask: BlockMask, shape: tuple[int, int, int, int], device: torch.device) -> None:
@@ -156,5 +185,5 @@ def block_mask(mask: BlockMask, shape: tuple[int, int, int, int], device: torch.
         raise DeviceError(
             f"block_mask is on {mask.device}, but query is on {device}: use block_mask.to(...)"
         )
-    captures(mask.program, device)
+    mask_captures(mask.program, device)
     mask.check_unchanged()

@@ -101,7 +101,7 @@ INDEXING = {
     "negative": (lambda b, h, i, j: TABLE[b, -1, i - 4, j], lambda b, h, i, j: (b, 2, i, j)),
     "slice": (lambda b, h, i, j: TABLE[b, :, i][h][j], lambda b, h, i, j: (b, h, i, j)),
     "ellipsis": (lambda b, h, i, j: TABLE[..., i, j][b, h], lambda b, h, i, j: (b, h, i, j)),
-    "literal at the end": (lambda b, h, i, j: TABLE[..., 2, j][b, h], lambda b, h, i, j: (b, h, 2, j)),
+    "last literal": (lambda b, h, i, j: TABLE[..., 2, j][b, h], lambda b, h, i, j: (b, h, 2, j)),
     "none": (lambda b, h, i, j: TABLE[b, None, h, i][0][j], lambda b, h, i, j: (b, h, i, j)),
     "permuted": (lambda b, h, i, j: TABLE[b, h % 3, 3 - i, j], lambda b, h, i, j: (b, h, 3 - i, j)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class BlockMask:
     @property
     def grid(self) -> Grid:
         return _grid(self.program, self.shape, self.block_size)
+
+    @cached_property
+    def transposed(self) -> Runs:
+        """Runs of query blocks for each block of keys: the order of a backward pass."""
+        return self.runs.transposed(self.grid.planes, self.grid.columns)
 
     @property
     def device(self) -> torch.device:

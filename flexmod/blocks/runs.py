@@ -64,19 +64,31 @@ class Runs:
         spans = zip(indptr, indptr[1:], strict=False)
         return [[(a, b, k == FULL) for a, b, k in table[i:j]] for i, j in spans]
 
-    def tiles(self, columns: int) -> Tensor:
-        """The table of kinds, int8 [rows, columns]."""
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(row, column, kind) of every live block, int64, by row."""
         lengths = (self.table[:, 1] - self.table[:, 0]).long()
         runs_a_row = (self.indptr[1:] - self.indptr[:-1]).long()
         row = torch.arange(self.rows, device=lengths.device).repeat_interleave(runs_a_row)
-        ends = lengths.cumsum(0)
         within = torch.arange(int(lengths.sum()), device=lengths.device)
-        within = within - (ends - lengths).repeat_interleave(lengths)
+        within = within - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         column = self.table[:, 0].long().repeat_interleave(lengths) + within
-        tiles = torch.zeros(self.rows, columns, dtype=torch.int8, device=lengths.device)
-        kinds = self.table[:, 2].to(torch.int8).repeat_interleave(lengths)
-        tiles[row.repeat_interleave(lengths), column] = kinds
+        kind = self.table[:, 2].long().repeat_interleave(lengths)
+        return row.repeat_interleave(lengths), column, kind
+
+    def tiles(self, columns: int) -> Tensor:
+        """The table of kinds, int8 [rows, columns]."""
+        row, column, kind = self.blocks()
+        tiles = torch.zeros(self.rows, columns, dtype=torch.int8, device=row.device)
+        tiles[row, column] = kind.to(torch.int8)
         return tiles
+
+    def transposed(self, planes: int, columns: int) -> Runs:
+        """The runs of query blocks in each column of key blocks."""
+        row, column, kind = self.blocks()
+        rows = self.rows // max(planes, 1)
+        plane, row = row // max(rows, 1), row % max(rows, 1)
+        pieces = Pieces(plane * columns + column, row, row + 1, kind)
+        return Runs.from_pieces(pieces, planes * columns, rows)
 
     def counts(self) -> tuple[int, int]:
         """How many blocks are partial and how many are full."""

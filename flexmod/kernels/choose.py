@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 from flexmod.errors import ArgumentError, BackendError
-from flexmod.kernels.problem import Inputs, Problem, Result, empty_result
+from flexmod.kernels.problem import (
+    Gradients,
+    Inputs,
+    Problem,
+    Result,
+    Saved,
+    empty_gradients,
+    empty_result,
+)
 
 log = logging.getLogger("flexmod")
 # In order of preference. To add an engine, add its module here: it needs `refuses` and `forward`.
 # The reference comes last on purpose: it holds all scores in memory.
 BACKENDS = ("fa2", "cpu", "reference")
 _warned: set[str] = set()
+Returned = TypeVar("Returned")
 
 
 def backend(name: str) -> ModuleType:
@@ -52,12 +63,26 @@ def forward(problem: Problem, inputs: Inputs, wanted: str | None = None) -> Resu
     name = choose(problem, wanted)
     if problem.is_empty:
         return empty_result(problem, inputs)
+    return _run(name, wanted, lambda engine: engine.forward(problem, inputs))
+
+
+def backward(
+    problem: Problem, inputs: Inputs, saved: Saved, wanted: str | None = None
+) -> Gradients:
+    """Gradients of a call, by the engine that serves its forward."""
+    name = choose(problem, wanted)
+    if problem.is_empty:
+        return empty_gradients(problem, inputs)
+    return _run(name, wanted, lambda engine: engine.backward(problem, inputs, saved))
+
+
+def _run(name: str, wanted: str | None, call: Callable[[ModuleType], Returned]) -> Returned:
     try:
-        return backend(name).forward(problem, inputs)
+        return call(backend(name))
     except BackendError as error:
         if wanted is not None:
             raise
         if str(error) not in _warned:
             _warned.add(str(error))
             log.warning("%s; using the slower cpu engine instead", error)
-        return backend("cpu").forward(problem, inputs)
+        return call(backend("cpu"))

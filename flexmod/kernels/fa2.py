@@ -61,7 +61,7 @@ def refuses(problem: Problem) -> str | None:
     found = target(problem.device)
     if isinstance(found, str):
         return found
-    if problem.needs_grad:
+    if problem.gradient is not None or problem.sink is not None or problem.dropout_p:
         return "it has no backward pass"
     if problem.dtype not in _DTYPES:
         return f"it does not take {problem.dtype}"

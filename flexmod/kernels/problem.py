@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmod.blocks import BlockMask
 from flexmod.program import Program
+from flexmod.program.gradient import Gradient
 
 
 class Inputs(NamedTuple):
@@ -26,6 +27,27 @@ class Result(NamedTuple):
     out: Tensor
     lse: Tensor
     max_scores: Tensor
+
+
+class Saved(NamedTuple):
+    """What a backward needs beside the inputs.
+
+    lse and delta [B, Hq, Q] in `work_dtype`; d_out [B, Hq, Q, Ev]. delta is
+    rowsum(out * d_out) - d_lse: what is subtracted from d_out @ value^T.
+    """
+
+    lse: Tensor
+    delta: Tensor
+    d_out: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of query, key and value, in `work_dtype` or the input's dtype; of captured tensors by slot."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captures: dict[int, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +67,11 @@ class Problem:
     score: Program | None = None
     mask: BlockMask | None = None
     mask_program: Program | None = None
-    needs_grad: bool = False
+    gradient: Gradient | None = None  # of `score`, where a backward will run
+    sink: Tensor | None = None  # [Hq]
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    deterministic: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # tile hints of kernel_options
 
     @property
@@ -59,15 +85,32 @@ class Problem:
         return self.heads // max(self.kv_heads, 1)
 
     @property
+    def extents(self) -> dict[str, int]:
+        """How many values each index of a mod takes."""
+        return {"b": self.batch, "h": self.heads, "q_idx": self.q_len, "kv_idx": self.kv_len}
+
+    @property
     def is_empty(self) -> bool:
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
 
 
 def empty_result(problem: Problem, inputs: Inputs) -> Result:
-    """What attention over no keys (or of no queries) is: out 0, lse and max -inf."""
+    """What attention over no keys (or of no queries) is: out 0, lse and max -inf; lse of a sink."""
     shape = (problem.batch, problem.heads, problem.q_len)
     lowest = torch.full(shape, -torch.inf, dtype=problem.work_dtype, device=problem.device)
-    return Result(new_output(problem, inputs.query).zero_(), lowest, lowest.clone())
+    lse = lowest
+    if problem.sink is not None:
+        lse = problem.sink.to(lse.dtype).view(-1, 1).expand(shape).clone()
+    return Result(new_output(problem, inputs.query).zero_(), lse, lowest.clone())
+
+
+def empty_gradients(problem: Problem, inputs: Inputs) -> Gradients:
+    """Zeros: no pair of positions reads anything."""
+    captured = {}
+    if problem.gradient is not None and problem.score is not None:
+        slots = {load.slot for load in problem.gradient.loads}
+        captured = {slot: torch.zeros_like(problem.score.captures[slot]) for slot in slots}
+    return Gradients(*(torch.zeros_like(x) for x in inputs), captured)
 
 
 def new_output(problem: Problem, query: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmod.kernels import dropout
 from flexmod.kernels.problem import Inputs, Problem, Result
 from flexmod.program.evaluate import evaluate, raise_if_invalid
 
@@ -22,10 +23,16 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     score = query @ key.transpose(-1, -2) * problem.scale
     score = visible_scores(problem, score)
     top = score.detach().amax(-1, keepdim=True)
-    origin = torch.where(top == -torch.inf, 0.0, top)  # a row that sees nothing
+    sink = None if problem.sink is None else problem.sink.to(work).view(-1, 1, 1)
+    highest = top if sink is None else torch.maximum(top, sink.detach())
+    origin = torch.where(highest == -torch.inf, 0.0, highest)  # a row that sees nothing
     weight = torch.exp(score - origin)
     total = weight.sum(-1, keepdim=True)
+    total = total if sink is None else total + torch.exp(sink - origin)
     blind = total == 0
+    if problem.dropout_p:
+        keep = dropout.keep(problem.dropout_seed, problem.dropout_p, index_inputs(problem))
+        weight = weight * keep / (1 - problem.dropout_p)
     out = weight @ value / torch.where(blind, 1.0, total)
     lse = torch.where(blind, -torch.inf, origin + torch.log(torch.where(blind, 1.0, total)))
     return Result(out.to(problem.dtype), lse.squeeze(-1), top.squeeze(-1))

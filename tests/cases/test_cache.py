@@ -118,8 +118,8 @@ def test_P082_another_process_with_the_disk_cache(tmp_path):
     torch.manual_seed(3)
     q, k, v = torch.randn(3, 1, 2, 12, 8)
     counted = []
-    for body in ("minus", "minus", "times", "times", "minus"):
+    for body in ("minus", "times", "minus"):
         told = _another_process(tmp_path, body)
         assert_matches(torch.tensor(told["out"]), naive(q, k, v, EXPECTED[body])[0])
         counted.append((told["compiles"], told["disk_hits"]))
-    assert counted == [(1, 0), (0, 1), (1, 0), (0, 1), (0, 1)]
+    assert counted == [(1, 0), (1, 0), (0, 1)]

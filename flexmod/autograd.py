@@ -1,0 +1,115 @@
+"""Gradients of an attention call: the engines' backward behind torch's autograd."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flexmod.kernels import choose, reference
+from flexmod.kernels.problem import Inputs, Problem, Result, Saved
+from flexmod.program import Program
+from flexmod.program.gradient import differentiate
+from flexmod.program.specialize import specialize
+
+log = logging.getLogger("flexmod")
+
+
+def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str | None) -> Result:
+    """Run a call so that it can be differentiated where something asks for it.
+
+    `score` is the unspecialized score program. Transforms that no fused backward serves
+    (torch.func, forward mode, double backward) go through the differentiable reference.
+    """
+    name = choose.choose(problem, wanted)
+    captured = problem.score.captures if problem.score else ()
+    sinks = () if problem.sink is None else (problem.sink,)
+    tensors = (*inputs, *sinks, *captured)
+    if _is_transformed(tensors):
+        log.info("a torch.func transform or forward mode is active: using the reference engine")
+        return reference.forward(problem, inputs)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not wants_grad:
+        return choose.forward(problem, inputs, wanted)
+    if name == "reference":
+        return reference.forward(problem, inputs)
+    slots = frozenset(n for n, c in enumerate(captured) if c.requires_grad)
+    gradient = None
+    if score is not None:
+        gradient = differentiate(score, slots)
+        narrow = specialize(gradient.program, problem.extents)
+        gradient = replace(gradient, program=narrow)
+    problem = replace(problem, gradient=gradient)
+    return Result(*_Attention.apply(problem, wanted, len(sinks), *tensors))
+
+
+def _is_transformed(tensors: tuple[Tensor, ...]) -> bool:
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+class _Attention(torch.autograd.Function):
+    """(query, key, value, [sink], captured tensors ...) -> (out, lse, max_scores)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Problem, wanted: str | None, sinks: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = Inputs(*tensors[:3])
+        result = choose.forward(problem, inputs, wanted)
+        ctx.problem, ctx.wanted, ctx.sinks = problem, wanted, sinks
+        ctx.save_for_backward(*tensors, result.out, result.lse)
+        ctx.mark_non_differentiable(result.max_scores)
+        ctx.set_materialize_grads(False)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        problem: Problem = ctx.problem
+        needed = ctx.needs_input_grad[3:]
+        if d_out is None and d_lse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            log.info("a double backward is asked for: using the reference engine")
+            return None, None, None, *_twice(problem, tensors, needed, d_out, d_lse)
+        d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
+        delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1)
+        delta = delta if d_lse is None else delta - d_lse
+        inputs = Inputs(*tensors[:3])
+        grads = choose.backward(problem, inputs, Saved(lse, delta, d_out), ctx.wanted)
+        found: list[Tensor | None] = [
+            g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)
+        ]
+        if ctx.sinks:
+            weight = torch.exp(tensors[3].to(lse.dtype).view(-1, 1) - lse)
+            found.append(-(weight * delta).nan_to_num(0.0).sum((0, 2)).to(tensors[3].dtype))
+        captured = problem.score.captures if problem.score else ()
+        found += [grads.captures.get(slot) for slot in range(len(captured))]
+        kept = [g if need else None for g, need in zip(found, needed, strict=True)]
+        return None, None, None, *kept
+
+
+def _twice(
+    problem: Problem,
+    tensors: list[Tensor],
+    needed: tuple[bool, ...],
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+) -> list[Tensor | None]:
+    """The same gradients as differentiable functions of the inputs, from the reference."""
+    result = reference.forward(problem, Inputs(*tensors[:3]))
+    pairs = [(x, g) for x, g in zip(result[:2], (d_out, d_lse), strict=True) if g is not None]
+    wanted = [x for x, need in zip(tensors, needed, strict=True) if need]
+    outputs, seeds = zip(*pairs, strict=True)
+    grads = iter(
+        torch.autograd.grad(outputs, wanted, seeds, create_graph=True, allow_unused=True)
+    )
+    return [next(grads) if need else None for need in needed]

@@ -1,0 +1,99 @@
+"""Backward from query, key, value, out and lse: scores are computed again, run by run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmod.kernels import captures
+from flexmod.kernels.cpu import walk
+from flexmod.kernels.problem import Gradients, Inputs, Problem, Saved
+from flexmod.program.evaluate import evaluate
+
+
+def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
+    """ds = p * (dp - delta), then the derivative of score_mod; one fixed order of sums.
+
+    delta = rowsum(out * d out) - d lse. Gradients are accumulated in the working precision.
+    """
+    work = problem.work_dtype
+    key, value = (x.to(work) for x in (inputs.key, inputs.value))
+    d_query = torch.zeros(inputs.query.shape, dtype=work, device=problem.device)
+    d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+    sums = captures.Accumulator(problem)
+    for row in walk.walk(problem, inputs):
+        step = _Row(problem, row, inputs, saved, key[row.keys], value[row.keys])
+        step.run(d_query[row.queries], d_key[row.keys], d_value[row.keys], sums)
+    return Gradients(d_query, d_key, d_value, sums.totals())
+
+
+class _Row:
+    """The backward of one row of query blocks; heads of a group lie side by side."""
+
+    def __init__(
+        self, problem: Problem, row: walk.Row, inputs: Inputs, saved: Saved, key: Tensor, value: Tensor
+    ) -> None:
+        work = problem.work_dtype
+        self.problem, self.row, self.key, self.value = problem, row, key, value
+        query = inputs.query[row.queries].to(work) * problem.scale
+        self.shape = query.shape[:3]
+        batch, heads, rows = self.shape
+        self.grouped = (batch, key.shape[1], heads // key.shape[1] * rows)
+        self.query = query.reshape(*self.grouped, -1)
+        self.d_out = saved.d_out[row.queries].to(work).reshape(*self.grouped, -1)
+        lse = saved.lse[row.queries].unsqueeze(-1)
+        self.lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a row that saw nothing: p = 0
+        self.delta = saved.delta[row.queries].unsqueeze(-1)
+
+    def run(
+        self, d_query: Tensor, d_key: Tensor, d_value: Tensor, sums: captures.Accumulator
+    ) -> None:
+        for keys in self.row.steps:
+            indices = walk.index_tensors(self.row, keys, self.query.device)
+            visible = walk.visible_positions(self.problem, keys, indices)
+            key, value = self.key[:, :, keys.span], self.value[:, :, keys.span]
+            raw = (self.query @ key.transpose(-1, -2)).view(*self.shape, -1)
+            score = walk.modified(self.problem, raw, indices, visible)
+            weight = torch.sub(score, self.lse).exp_()
+            d_weight = (self.d_out @ value.transpose(-1, -2)).view(*self.shape, -1)
+            keep = walk.kept(self.problem, indices)
+            shown = weight
+            if keep is not None:
+                shown, d_weight = weight * keep, d_weight * keep
+            d_score = d_weight.sub_(self.delta).mul_(weight)
+            d_score = self._through_mod(d_score, raw, indices, visible, sums)
+            _add(d_value[:, :, keys.span], self._grouped(shown).mT @ self.d_out)
+            if d_score is not None:
+                flat = self._grouped(d_score)
+                d_query += (flat @ key).view(*self.shape, -1).mul_(self.problem.scale)
+                _add(d_key[:, :, keys.span], flat.mT @ self.query)
+
+    def _through_mod(
+        self,
+        grad: Tensor,
+        score: Tensor,
+        indices: dict[str, Tensor],
+        visible: Tensor | None,
+        sums: captures.Accumulator,
+    ) -> Tensor | None:
+        """The derivative of score_mod: to the raw score, and to captured tensors."""
+        gradient = self.problem.gradient
+        if gradient is None:
+            return grad
+        inputs = {**indices, "grad": grad, "score": score}
+        outputs, _ = evaluate(gradient.program, inputs)
+        hidden = None if visible is None else ~visible
+        for load in gradient.loads:
+            sums.add(load, outputs, indices, score.shape, hidden)
+        if gradient.score is None:
+            return None
+        result = outputs[gradient.score].expand(score.shape)
+        return result if hidden is None else result.masked_fill(hidden, 0.0)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x.reshape(*self.grouped, -1)
+
+
+def _add(target: Tensor, part: Tensor) -> None:
+    """Add to key/value gradients; one shared key/value batch receives the sum over batches."""
+    target += part.sum(0, keepdim=True) if target.shape[0] < part.shape[0] else part

@@ -1,0 +1,129 @@
+"""How the tensors are cut: few heads at a time, rows of query blocks, runs of key blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmod.kernels import dropout
+from flexmod.kernels.problem import Inputs, Problem
+from flexmod.program.evaluate import evaluate, raise_if_invalid
+
+_QUERY_ROWS = 1024  # heads x query rows at a time: scores stay in cache
+_KEYS = 1024  # keys at a time
+_DENSE_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys that one step visits: [start, stop), and whether the mask may be skipped."""
+
+    start: int
+    stop: int
+    full: bool
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of query blocks of a few heads, and the keys it sees."""
+
+    batches: slice
+    heads: slice
+    rows: slice
+    kv_batches: slice
+    kv_heads: slice
+    steps: list[Keys]
+
+    @property
+    def queries(self) -> tuple[slice, slice, slice]:
+        """Where its queries lie in a [B, Hq, Q, ...] tensor."""
+        return self.batches, self.heads, self.rows
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        """Where its keys lie in a [B | 1, Hkv, KV, ...] tensor."""
+        return self.kv_batches, self.kv_heads
+
+
+def walk(problem: Problem, inputs: Inputs) -> Iterator[Row]:
+    """All rows of a call; neighbours in the order share their keys."""
+    grid = problem.mask.grid if problem.mask else None
+    block = grid.block_q if grid else _DENSE_BLOCK
+    batch_step = 1 if grid and grid.batch > 1 else max(problem.batch, 1)
+    wanted = max(1, _QUERY_ROWS // (block * batch_step))
+    many_planes = grid is not None and grid.heads > 1
+    head_step = 1 if many_planes else max(1, wanted // problem.group) * problem.group
+    for b in range(0, problem.batch, batch_step):
+        for h in range(0, problem.heads, head_step):
+            batches, heads = slice(b, b + batch_step), slice(h, min(h + head_step, problem.heads))
+            kv_heads = slice(heads.start // problem.group, -(-heads.stop // problem.group))
+            kv_batches = batches if inputs.key.shape[0] > 1 else slice(0, 1)
+            plane = 0
+            if grid:
+                plane = (b if grid.batch > 1 else 0) * grid.heads + (h if many_planes else 0)
+            for row, start in enumerate(range(0, problem.q_len, block)):
+                rows = slice(start, min(start + block, problem.q_len))
+                steps = _steps(problem, plane, row)
+                yield Row(batches, heads, rows, kv_batches, kv_heads, steps)
+
+
+def _steps(problem: Problem, plane: int, row: int) -> list[Keys]:
+    """The keys that a row of query blocks visits, at most _KEYS at a time."""
+    spans = [(0, problem.kv_len, True)]
+    if problem.mask is not None:
+        grid = problem.mask.grid
+        runs = problem.mask.runs.host[plane * grid.rows + row]
+        size = grid.block_kv
+        spans = [(a * size, min(b * size, problem.kv_len), full) for a, b, full in runs]
+    return [
+        Keys(start, min(start + _KEYS, stop), full)
+        for first, stop, full in spans
+        for start in range(first, stop, _KEYS)
+    ]
+
+
+def index_tensors(row: Row, keys: Keys, device: torch.device) -> dict[str, Tensor]:
+    """The four indices of a step, shaped to broadcast to [b, h, rows, keys]."""
+    spans = {"b": row.batches, "h": row.heads, "q_idx": row.rows, "kv_idx": keys.span}
+    return {
+        name: torch.arange(span.start, span.stop, device=device).view([-1] + [1] * (3 - axis))
+        for axis, (name, span) in enumerate(spans.items())
+    }
+
+
+def visible_positions(
+    problem: Problem, keys: Keys, indices: dict[str, Tensor]
+) -> Tensor | None:
+    """The mask of a step; None where all is visible."""
+    if problem.mask_program is None or keys.full:
+        return None
+    (visible,), invalid = evaluate(problem.mask_program, indices)
+    raise_if_invalid(problem.mask_program, invalid, None)
+    return visible
+
+
+def modified(
+    problem: Problem, score: Tensor, indices: dict[str, Tensor], visible: Tensor | None
+) -> Tensor:
+    """score_mod, then -inf where the mask hides."""
+    shape = score.shape
+    if problem.score is not None:
+        (value,), invalid = evaluate(problem.score, {**indices, "score": score})
+        raise_if_invalid(problem.score, invalid, visible)
+        score = value.expand(shape)
+    return score if visible is None else torch.where(visible, score, -torch.inf)
+
+
+def kept(problem: Problem, indices: dict[str, Tensor]) -> Tensor | None:
+    """Dropout's multiplier of the probabilities: 0 or 1 / (1 - p); None without dropout."""
+    if not problem.dropout_p:
+        return None
+    keep = dropout.keep(problem.dropout_seed, problem.dropout_p, indices)
+    return keep.to(problem.work_dtype) / (1 - problem.dropout_p)

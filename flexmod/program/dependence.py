@@ -1,0 +1,70 @@
+"""What each line of a program depends on, and whether only through kv_idx - q_idx."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flexmod.program.ir import Instruction, Program, interpret
+
+
+class Dependence(NamedTuple):
+    """Inputs that a line reads.
+
+    by_difference: q_idx and kv_idx only enter as their difference (also true if neither does).
+    linear: (coefficient of q_idx, of kv_idx) while the line is a linear form of them, else None.
+    """
+
+    inputs: frozenset[str]
+    by_difference: bool
+    linear: tuple[int, int] | None
+
+    @property
+    def reads_both(self) -> bool:
+        return {"q_idx", "kv_idx"} <= self.inputs
+
+
+_UNITS = {"q_idx": (1, 0), "kv_idx": (0, 1)}
+
+
+def dependence(program: Program) -> list[Dependence]:
+    """One entry a line."""
+
+    def leaf(_: int, line: Instruction, args: tuple[Dependence, ...]) -> Dependence:
+        if line.op == "input":
+            name = str(line.attr)
+            linear = _UNITS.get(name, (0, 0))
+            return Dependence(frozenset([name]), linear == (0, 0), linear)
+        if line.op == "number":
+            return Dependence(frozenset(), True, (0, 0))
+        return _joined(args, None)
+
+    def apply(line: Instruction, args: tuple[Dependence, ...]) -> Dependence:
+        return _joined(args, _linear(line.op, line.dtype, args))
+
+    return interpret(program, leaf, apply)
+
+
+def _joined(args: tuple[Dependence, ...], linear: tuple[int, int] | None) -> Dependence:
+    inputs = frozenset().union(*(a.inputs for a in args))
+    by_difference = all(a.by_difference for a in args)
+    if linear is not None:
+        by_difference = by_difference or linear[0] == -linear[1]
+    return Dependence(inputs, by_difference, linear)
+
+
+def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[int, int] | None:
+    forms = [a.linear for a in args]
+    if None in forms:
+        return None
+    match op, forms:
+        case ("add", [(a, b), (c, d)]):
+            return a + c, b + d
+        case ("sub", [(a, b), (c, d)]):
+            return a - c, b - d
+        case ("neg", [(a, b)]):
+            return -a, -b
+        case ("cast", [(a, b)]) if dtype in (torch.int32, torch.int64):
+            return a, b
+    return (0, 0) if all(f == (0, 0) for f in forms) else None
