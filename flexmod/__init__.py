@@ -13,6 +13,7 @@ from flexmod.errors import (
     TraceError,
     UnsupportedError,
 )
+from flexmod.explain import explain
 from flexmod.masks import and_masks, compose, noop_mask, not_mask, or_masks, shift
 from flexmod.program import Program, trace
 
@@ -36,6 +37,7 @@ __all__ = [
     "compose",
     "create_block_mask",
     "create_mask",
+    "explain",
     "flex_attention",
     "masks",
     "mods",

@@ -85,9 +85,7 @@ class _Attention(torch.autograd.Function):
         delta = delta if d_lse is None else delta - d_lse
         inputs = Inputs(*tensors[:3])
         grads = choose.backward(problem, inputs, Saved(lse, delta, d_out), ctx.wanted)
-        found: list[Tensor | None] = [
-            g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)
-        ]
+        found: list[Tensor | None] = [g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)]
         if ctx.sinks:
             weight = torch.exp(tensors[3].to(lse.dtype).view(-1, 1) - lse)
             found.append(-(weight * delta).nan_to_num(0.0).sum((0, 2)).to(tensors[3].dtype))
@@ -109,7 +107,5 @@ def _twice(
     pairs = [(x, g) for x, g in zip(result[:2], (d_out, d_lse), strict=True) if g is not None]
     wanted = [x for x, need in zip(tensors, needed, strict=True) if need]
     outputs, seeds = zip(*pairs, strict=True)
-    grads = iter(
-        torch.autograd.grad(outputs, wanted, seeds, create_graph=True, allow_unused=True)
-    )
+    grads = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=True, allow_unused=True))
     return [next(grads) if need else None for need in needed]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmod.kernels.problem import Problem
+from flexmod.kernels.problem import Inputs, Problem, Saved
 from flexmod.program.dependence import dependence
+from flexmod.program.evaluate import evaluate
 from flexmod.program.gradient import LoadGradient
 
 
@@ -54,11 +55,50 @@ class Accumulator:
         if self.diagonal[load]:
             value = _diagonal_sums(value)
             where = _along_diagonals(where.expand(*where.shape[:-2], *shape[-2:]))
+        self._scatter(load, value, where)
+
+    def add_reduced(self, load: LoadGradient, kind: str, value: Tensor) -> None:
+        """Add sums that a kernel made; kinds and shapes as in `fa2.sums`."""
+        q_len, kv_len = self.problem.q_len, self.problem.kv_len
+        count = lambda n: torch.arange(n, device=value.device)  # noqa: E731
+        zero = count(1)
+        places = {
+            "plane": (zero, zero),
+            "row": (count(q_len), zero),
+            "column": (zero, count(kv_len)),
+        }
+        if kind == "diagonal":
+            offset = count(q_len + kv_len - 1) - (q_len - 1)
+            start = (value.shape[-1] - q_len - kv_len) // 2 + 1
+            places[kind] = ((-offset).clamp(min=0), offset.clamp(min=0))
+            value = value[..., start : start + len(offset)]
+        q_idx, kv_idx = places[kind]
+        value = value.sum(-1, keepdim=True) if kind == "plane" else value
+        inputs = {
+            "b": count(self.problem.batch)[:, None, None],
+            "h": count(self.problem.heads)[:, None],
+            "q_idx": q_idx,
+            "kv_idx": kv_idx,
+            "grad": torch.zeros((), device=value.device, dtype=value.dtype),
+            "score": torch.zeros((), device=value.device, dtype=value.dtype),
+        }
+        assert self.problem.gradient is not None
+        outputs, _ = evaluate(self.problem.gradient.program, inputs)
+        self._scatter(load, value, self._flat_index(load, outputs))
+
+    def _scatter(self, load: LoadGradient, value: Tensor, where: Tensor) -> None:
+        """Sum what shares an index by its shape, then add by index."""
+        while where.ndim > value.ndim and where.shape[0] == 1:
+            where = where.squeeze(0)
         where = where.view([1] * (value.ndim - where.ndim) + list(where.shape))
         rest = [axis for axis in range(value.ndim) if where.shape[axis] == 1 < value.shape[axis]]
         value = value.sum(rest, keepdim=True) if rest else value
         total = self.sums[load.slot]
-        total.index_add_(0, where.expand_as(value).flatten(), value.flatten().to(total.dtype))
+        flat, value = where.expand_as(value).flatten(), value.flatten().to(total.dtype)
+        if total.is_cuda:  # sorts: a fixed order, which index_add_ has not there
+            total.index_put_((flat,), value, accumulate=True)
+        else:
+            total.index_add_(0, flat, value)
 
     def _flat_index(self, load: LoadGradient, outputs: tuple[Tensor, ...]) -> Tensor:
         """Position in the flattened captured tensor; axes it does not depend on have length 1."""
@@ -82,6 +122,13 @@ class Accumulator:
             slot: total.view(captured[slot].shape).to(captured[slot].dtype)
             for slot, total in self.sums.items()
         }
+
+
+def in_order(problem: Problem, inputs: Inputs, saved: Saved) -> dict[int, Tensor]:
+    """Gradients of captured tensors in one fixed order, by torch operations: for determinism."""
+    from flexmod.kernels.cpu.backward import backward
+
+    return backward(problem, inputs, saved).captures
 
 
 def _diagonal_sums(x: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from flexmod.kernels.fa2 import sums as sums_text
+from flexmod.kernels.fa2.sums import Plan
 from flexmod.program.emit import Function
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -27,24 +30,34 @@ def _environment() -> Environment:
     )
 
 
-def render(template: str, score: Function, mask: Function, **holes: str) -> str:
+def render(
+    template: str, *, mods: Mapping[str, Function], sums: Plan, dropout: bool, real: str
+) -> str:
     """A whole kernel module: the template with its holes filled.
 
-    The holes are the two mods, the device functions they use, and the list of their captures.
+    The holes are the mods and what sums their captured tensors' gradients, the device functions
+    that these use, the list of captures, and the type of run-time floats.
     """
-    captures = [*score.parameters, *mask.parameters]
+    captures = [pair for mod in mods.values() for pair in mod.parameters]
+    captures += [(name, "") for name in sums_text.parameters(sums)]
+    used = "".join(mod.text for mod in mods.values()) + ("dropout_keep(" if dropout else "")
+    holes = {f"{kind}_mod": mod.text.rstrip() for kind, mod in mods.items()}
+    holes |= {
+        f"{kind}_arguments": "".join(f", {name}" for name, _ in mod.parameters)
+        for kind, mod in mods.items()
+    }
     return (
         _environment()
         .get_template(template)
         .render(
-            functions=device_functions(score.text + mask.text),
-            score_mod=score.text.rstrip(),
-            mask_mod=mask.text.rstrip(),
-            score_arguments="".join(f", {name}" for name, _ in score.parameters),
-            mask_arguments="".join(f", {name}" for name, _ in mask.parameters),
+            **holes,
+            functions=device_functions(used),
+            query_sums=sums_text.query_functions(sums),
+            key_sums=sums_text.key_functions(sums),
+            sum_arguments="".join(f", {name}" for name in sums_text.parameters(sums)),
             captures=[f'{name}: "{kind}"' if kind else name for name, kind in captures],
             capture_names=[name for name, _ in captures],
-            **holes,
+            real=real,
         )
     )
 

@@ -13,6 +13,7 @@ import torch
 from flexmod.kernels.problem import Problem
 
 SMALLEST = 16  # tensor cores take no smaller tile
+_BARRIERS = 1024  # bytes of shared memory that a compiler may add
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class Target(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Tiles for targets whose arch starts with `arch`, element sizes and padded dims up to `dim`."""
+    """Tiles of a kernel for targets whose arch starts with `arch`, types up to `itemsize` bytes
+    and padded head dimensions up to `dim`."""
 
+    kernel: str
     arch: str
     itemsize: int
     dim: int
@@ -42,22 +45,29 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
-    Row("sm_9", 2, 64, Tiles(128, 64, 4, 3)),
-    Row("sm_9", 2, 128, Tiles(128, 64, 4, 2)),
-    Row("sm_9", 2, 256, Tiles(128, 64, 8, 2)),
-    Row("sm_10", 2, 64, Tiles(128, 64, 4, 3)),
-    Row("sm_10", 2, 128, Tiles(128, 64, 8, 2)),
-    Row("gfx", 2, 128, Tiles(128, 64, 4, 1)),
-    Row("", 2, 64, Tiles(128, 64, 4, 3)),
-    Row("", 2, 128, Tiles(128, 64, 8, 2)),
-    Row("", 2, 256, Tiles(64, 32, 4, 2)),
-    Row("", 2, 512, Tiles(32, 32, 4, 1)),
-    Row("", 4, 64, Tiles(64, 32, 4, 2)),
-    Row("", 4, 128, Tiles(32, 32, 4, 2)),
-    Row("", 4, 512, Tiles(16, 32, 4, 1)),
-    Row("", 8, 64, Tiles(32, 32, 4, 1)),
-    Row("", 8, 256, Tiles(16, 16, 4, 1)),
+    Row("forward", "interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
+    Row("forward", "sm_9", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("forward", "sm_9", 2, 128, Tiles(128, 64, 4, 2)),
+    Row("forward", "sm_9", 2, 256, Tiles(128, 64, 8, 2)),
+    Row("forward", "sm_10", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("forward", "sm_10", 2, 128, Tiles(128, 64, 8, 2)),
+    Row("forward", "gfx", 2, 128, Tiles(128, 64, 4, 1)),
+    Row("forward", "", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("forward", "", 2, 128, Tiles(128, 64, 8, 2)),
+    Row("forward", "", 2, 256, Tiles(64, 32, 4, 2)),
+    Row("forward", "", 2, 512, Tiles(32, 32, 4, 1)),
+    Row("forward", "", 4, 64, Tiles(64, 32, 4, 2)),
+    Row("forward", "", 4, 128, Tiles(32, 32, 4, 2)),
+    Row("forward", "", 4, 512, Tiles(16, 32, 4, 1)),
+    Row("forward", "", 8, 64, Tiles(32, 32, 4, 1)),
+    Row("forward", "", 8, 256, Tiles(16, 16, 4, 1)),
+    Row("backward", "interpreter", 8, 1024, Tiles(32, 32, 4, 1)),
+    Row("backward", "", 2, 64, Tiles(64, 64, 4, 2)),
+    Row("backward", "", 2, 128, Tiles(64, 64, 8, 2)),
+    Row("backward", "", 2, 256, Tiles(32, 32, 4, 1)),
+    Row("backward", "", 2, 512, Tiles(16, 32, 4, 1)),
+    Row("backward", "", 4, 128, Tiles(32, 32, 4, 1)),
+    Row("backward", "", 8, 512, Tiles(16, 16, 4, 1)),
 ]
 
 
@@ -66,26 +76,38 @@ def padded(dim: int) -> int:
     return max(SMALLEST, 1 << (dim - 1).bit_length())
 
 
-def shared_bytes(tiles: Tiles, problem: Problem) -> int:
-    """Shared memory of the forward kernel: the query tile, and each stage's key and value tiles."""
-    dims, itemsize = padded(problem.head_dim) + padded(problem.value_dim), problem.dtype.itemsize
-    query = tiles.q * padded(problem.head_dim)
-    return (query + tiles.stages * tiles.kv * dims) * itemsize
+def shared_bytes(kernel: str, tiles: Tiles, problem: Problem) -> int:
+    """Shared memory of a kernel: the tiles that stay, those of each stage, and barriers.
+
+    Backward kernels also pass two score tiles through shared memory.
+    """
+    head, value = padded(problem.head_dim), padded(problem.value_dim)
+    stay, stream = tiles.q * head, tiles.kv * (head + value)
+    scores = 0
+    if kernel == "backward_query":
+        stay, scores = tiles.q * (head + value), 2 * tiles.q * tiles.kv
+    elif kernel == "backward_key":
+        stay, stream = stream, tiles.q * (head + value)
+        scores = 2 * tiles.q * tiles.kv
+    return (stay + tiles.stages * stream + scores) * problem.dtype.itemsize + _BARRIERS
 
 
-def plan(problem: Problem, target: Target) -> Tiles | None:
-    """The tiles for a problem; None if no tiles fit (see `refuses` of the engine)."""
+def plan(problem: Problem, target: Target, kernel: str) -> Tiles | None:
+    """The tiles of a kernel for a problem; None if no tiles fit (see `refuses` of the engine)."""
     dim = max(padded(problem.head_dim), padded(problem.value_dim))
     itemsize = problem.dtype.itemsize
     fitting = [
         row.tiles
         for row in ROWS
-        if target.arch.startswith(row.arch) and itemsize <= row.itemsize and dim <= row.dim
+        if kernel.startswith(row.kernel)
+        and target.arch.startswith(row.arch)
+        and itemsize <= row.itemsize
+        and dim <= row.dim
     ]
     if not fitting:
         return None
     tiles = _hinted(fitting[0], problem)
-    while shared_bytes(tiles, problem) > target.shared:
+    while shared_bytes(kernel, tiles, problem) > target.shared:
         smaller = _smaller(tiles)
         if smaller is None:
             return None

@@ -68,6 +68,7 @@ def emit(program: Program, prefix: str, fast: bool = False) -> Function:
 
     lines = interpret(program, leaf, apply)
     result = ", ".join(lines[n] for n in program.outputs)
+    result = f"({result},)" if program.kind == "gradient" else result
     if valid and program.kind == "score":
         body.append(f"{result} = tl.where({' & '.join(valid)}, {result}, float('nan'))")
     signature = ", ".join([*ARGUMENTS[program.kind], *(name for name, _ in parameters)])

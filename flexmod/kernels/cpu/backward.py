@@ -31,7 +31,13 @@ class _Row:
     """The backward of one row of query blocks; heads of a group lie side by side."""
 
     def __init__(
-        self, problem: Problem, row: walk.Row, inputs: Inputs, saved: Saved, key: Tensor, value: Tensor
+        self,
+        problem: Problem,
+        row: walk.Row,
+        inputs: Inputs,
+        saved: Saved,
+        key: Tensor,
+        value: Tensor,
     ) -> None:
         work = problem.work_dtype
         self.problem, self.row, self.key, self.value = problem, row, key, value

@@ -98,9 +98,7 @@ def index_tensors(row: Row, keys: Keys, device: torch.device) -> dict[str, Tenso
     }
 
 
-def visible_positions(
-    problem: Problem, keys: Keys, indices: dict[str, Tensor]
-) -> Tensor | None:
+def visible_positions(problem: Problem, keys: Keys, indices: dict[str, Tensor]) -> Tensor | None:
     """The mask of a step; None where all is visible."""
     if problem.mask_program is None or keys.full:
         return None

@@ -1,0 +1,28 @@
+"""The `fa2` engine: plain Triton, for CUDA sm_80 and newer and for ROCm.
+
+On CPU tensors it runs in Triton's interpreter (set TRITON_INTERPRET=1 before Triton is imported):
+that is how its kernels are tested without a GPU. The kernels are `templates/fa2_*.py.jinja`.
+"""
+
+from __future__ import annotations
+
+from flexmod.kernels import tuning
+from flexmod.kernels.fa2.backward import backward
+from flexmod.kernels.fa2.forward import forward
+from flexmod.kernels.fa2.target import target
+from flexmod.kernels.problem import Problem
+
+__all__ = ["backward", "forward", "refuses"]
+
+
+def refuses(problem: Problem) -> str | None:
+    """Why this engine cannot serve a problem, or None."""
+    found = target(problem.device)
+    if isinstance(found, str):
+        return found
+    if tuning.plan(problem, found, "forward") is None:
+        return (
+            f"no tile of head_dim {problem.head_dim} and {problem.value_dim} in {problem.dtype} "
+            f"fits into {found.shared >> 10} KiB of shared memory"
+        )
+    return None

@@ -1,0 +1,162 @@
+"""Kernels of the fa2 engine: their text, their compile-time fields, and their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.blocks.runs import Runs
+from flexmod.errors import BackendError
+from flexmod.kernels import compile as kernel_cache
+from flexmod.kernels import dropout, templates, tuning
+from flexmod.kernels.fa2 import sums
+from flexmod.kernels.fa2.target import INTERPRETER
+from flexmod.kernels.problem import Inputs, Problem
+from flexmod.program import Program
+from flexmod.program.emit import Function, arguments, emit, is_wide
+
+_IDENTITY = Function(
+    "@triton.jit\ndef score_mod(score, b, h, q_idx, kv_idx):\n    return score\n", ()
+)
+_ALL_VISIBLE = Function("@triton.jit\ndef mask_mod(b, h, q_idx, kv_idx):\n    return True\n", ())
+_PASSED = Function(
+    "@triton.jit\ndef gradient_mod(grad, score, b, h, q_idx, kv_idx):\n    return (grad,)\n", ()
+)
+
+
+def fields(
+    problem: Problem, inputs: Inputs, tiles: tuning.Tiles, target: tuning.Target
+) -> dict[str, Any]:
+    """Compile-time arguments that the forward and backward kernels share."""
+    block = problem.mask.block_size if problem.mask else (1, 1)
+    strides = [s for x in inputs for s in x.stride()[:3]] + [problem.value_dim]
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "VALUE_DIM": problem.value_dim,
+        "PADDED_DIM": tuning.padded(problem.head_dim),
+        "PADDED_VALUE": tuning.padded(problem.value_dim),
+        "TILE_Q": tiles.q,
+        "TILE_KV": tiles.kv,
+        "BLOCK_Q": block[0],
+        "BLOCK_KV": block[1],
+        "HAS_SCORE": problem.score is not None,
+        "HAS_MAP": problem.mask is not None,
+        "HAS_DROPOUT": problem.dropout_p > 0,
+        "WIDE": any(is_wide(x) for x in inputs),
+        "ALIGNED": all(s % 8 == 0 for s in strides),
+        "PRECISION": tuning.precision(target.arch, problem.dtype),
+    }
+
+
+def load(
+    template: str,
+    problem: Problem,
+    noted: dict[str, Any],
+    tiles: tuning.Tiles,
+    target: tuning.Target,
+    plan: sums.Plan | None = None,
+) -> ModuleType:
+    """The module of a template for a problem, from memory, disk or anew.
+
+    A backward kernel has a plan of sums and the derivative of score_mod, a forward kernel neither.
+    """
+    import triton
+
+    fast = target.arch.startswith("sm_") and problem.dtype.itemsize == 2
+    gradient = problem.gradient.program if problem.gradient and plan else None
+    programs = (problem.score, problem.mask_program, gradient)
+
+    def render() -> str:
+        return templates.render(
+            template,
+            mods={
+                "score": emit(problem.score, "score_", fast) if problem.score else _IDENTITY,
+                "mask": emit(problem.mask_program, "mask_")
+                if problem.mask_program
+                else _ALL_VISIBLE,
+                "gradient": emit(gradient, "gradient_", fast) if gradient else _PASSED,
+            },
+            sums=plan or sums.NOTHING,
+            dropout=problem.dropout_p > 0,
+            real="fp64" if problem.dtype == torch.float64 else "fp32",
+        )
+
+    signature = (template, problem.dtype, fast, plan, *map(_signature, programs))
+    everything = {
+        "dtype": problem.dtype, **noted, "warps": tiles.warps, "stages": tiles.stages,
+    }  # fmt: skip
+    toolchain = f"triton {triton.__version__}, {target.arch}"
+    return kernel_cache.load(signature, render, everything, toolchain)
+
+
+def _signature(program: Program | None) -> object:
+    if program is None:
+        return None
+    return program.structure, tuple(is_wide(c) for c in program.captures)
+
+
+def launch(
+    kernel: Any, programs_on_grid: int, positional: Sequence[Any], named: dict[str, Any],
+    tiles: tuning.Tiles,
+) -> None:  # fmt: skip
+    """Run a kernel; whatever Triton raises becomes one BackendError."""
+    try:
+        kernel[(programs_on_grid,)](
+            *positional,
+            **named,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            enable_fp_fusion=True,
+        )
+    except Exception as error:
+        raise BackendError(f"fa2 could not build or launch its kernel: {error}") from error
+
+
+def prepared(inputs: Sequence[Tensor], target: tuning.Target) -> list[Tensor]:
+    """The last axis dense; in the interpreter no bfloat16, which it keeps as raw bits."""
+    dense = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in inputs]
+    return [readable(x) for x in dense] if target is INTERPRETER else dense
+
+
+def readable(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
+
+
+def mod_arguments(problem: Problem, target: tuning.Target, gradient: bool = False) -> list[Any]:
+    """What the mods of a kernel read: captured tensors with their strides, and numbers."""
+    programs = [problem.score, problem.mask_program]
+    if gradient and problem.gradient is not None:
+        programs.append(problem.gradient.program)
+    values = [value for p in programs if p is not None for value in arguments(p)]
+    return [readable(v) for v in values] if target is INTERPRETER else values
+
+
+def strides(inputs: Inputs, last: Tensor) -> list[int]:
+    """Of query, key, value and `last`; one key/value batch that serves all has stride 0."""
+    found = [list(x.stride()[:3]) for x in (*inputs, last)]
+    for x, stride in zip(inputs[1:], found[1:3], strict=True):
+        if x.shape[0] == 1:
+            stride[0] = 0
+    return [s for stride in found for s in stride]
+
+
+def map_arguments(
+    problem: Problem, runs: Runs | None, rows: int
+) -> tuple[Tensor, Tensor, int, int]:
+    """indptr, runs, and how far the planes of the map are apart in rows (0: shared)."""
+    if problem.mask is None or runs is None:
+        nothing = torch.empty(1, dtype=torch.int32, device=problem.device)
+        return nothing, nothing, 0, 0
+    grid = problem.mask.grid
+    b = rows * grid.heads if grid.batch > 1 else 0
+    return runs.indptr, runs.table, b, rows if grid.heads > 1 else 0
+
+
+def dropout_arguments(problem: Problem) -> tuple[float, int, int, int]:
+    """1 / (1 - p), the seed in two words, and the threshold of `dropout.keep`."""
+    seed, p = problem.dropout_seed, problem.dropout_p
+    return 1 / (1 - p), seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, dropout.threshold(p)
