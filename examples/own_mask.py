@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import flexmod
+from flexmod.testing import naive
 
 
 def landmarks(b, h, q_idx, kv_idx):
@@ -16,12 +17,10 @@ def main() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 4, 512, 64)
     out = flexmod.flex_attention(query, key, value, block_mask=landmarks)
-    expected, _, _ = flexmod.testing.naive(query, key, value, mask_mod=landmarks)
+    expected, _, _ = naive(query, key, value, mask_mod=landmarks)
     print(flexmod.trace(landmarks))
     print(f"largest error against float64: {(out - expected).abs().max():.0e}")
 
 
 if __name__ == "__main__":
-    import flexmod.testing
-
     main()

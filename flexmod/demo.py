@@ -234,7 +234,7 @@ def describe(
             f"{found.dense_seconds * 1e3:,.1f} ms with a ready-made bool mask and no score mods, "
             f"{min(SDPA_ROWS, length):,} rows a call",
         ),
-        ("ratio", f"{found.dense_seconds / found.seconds:.1f} x the time for dense SDPA"),
+        ("speed-up", f"{found.dense_seconds / found.seconds:.1f} x against dense SDPA"),
         ("error", f"{found.error:.1e} at most, on {min(SAMPLE, length)} rows, against float64"),
     ]
 

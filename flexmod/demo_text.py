@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmod import masks
 from flexmod.errors import ArgumentError
 
-HEADS, HEAD_DIM, WIDTH = 8, 64, 128
+HEADS, HEAD_DIM, WIDTH = 4, 64, 128
 
 
 class Text(NamedTuple):

@@ -125,7 +125,7 @@ def explain(
         >>> report.score_formula, report.mask_formula
         ('20*tanh(score/20)', 'q_idx >= kv_idx')
         >>> report.blocks
-        (6, 4, 6)
+        (12, 8, 12)
     """
     checks.tensors(query, key, value, enable_gqa)
     options = checks.options(kernel_options)
@@ -175,14 +175,15 @@ def _tiles(problem: Problem) -> str | None:
     from flexmod.kernels import fa2
 
     target = fa2.target(problem.device)
-    tiles = tuning.plan(problem, target) if isinstance(target, tuning.Target) else None
+    tiles = tuning.plan(problem, target, "forward") if isinstance(target, tuning.Target) else None
     if tiles is None:
         return None
     if problem.mask is not None:
         tiles = tuning.fit_blocks(tiles, problem.mask.block_size) or tiles
+    shared = tuning.shared_bytes("forward", tiles, problem) / 1024
     return (
         f"{tiles.q} queries x {tiles.kv} keys, {tiles.warps} warps, {tiles.stages} stages, "
-        f"{tuning.shared_bytes(tiles, problem) / 1024:g} KiB of shared memory"
+        f"{shared:g} KiB of shared memory"
     )
 
 

@@ -58,6 +58,9 @@ def expression(program: Program) -> Any:
 
     def apply(line: Instruction, args: tuple[Any, ...]) -> Any:
         source = program.instructions[line.args[0]].dtype
+        truth = _truth_tested(line, args)
+        if truth is not None:
+            return truth
         if line.op in ("cast", "round_to"):
             return _cast(args[0], source, line.dtype)
         truths = source == torch.bool
@@ -67,7 +70,7 @@ def expression(program: Program) -> Any:
         except (TypeError, ValueError, AttributeError):  # sympy takes no such operands there
             return _named(line, args)
 
-    return interpret(program, leaf, apply)[-1]
+    return interpret(program, leaf, apply)[program.outputs[0]]
 
 
 def _assumptions(dtype: torch.dtype) -> dict[str, bool]:
@@ -89,7 +92,7 @@ def _written_length(program: Program) -> int:
         program,
         lambda _, line, args: sum(args),
         lambda line, args: 1 + sum(args),
-    )[-1]
+    )[program.outputs[0]]
 
 
 def _named(line: Instruction, args: tuple[Any, ...]) -> Any:
@@ -111,6 +114,14 @@ def _cast(x: Any, source: torch.dtype, wanted: torch.dtype) -> Any:
     if source.is_floating_point and not wanted.is_floating_point:
         return sympy.Function("trunc", integer=True)(x)
     return x
+
+
+def _truth_tested(line: Instruction, args: tuple[Any, ...]) -> Any:
+    """The condition c of number(c) != 0, which is how a mask reads a table of truth values."""
+    from sympy.core.function import AppliedUndef
+
+    is_test = line.op == "ne" and isinstance(args[0], AppliedUndef) and args[1] == 0
+    return args[0].args[0] if is_test and args[0].func.__name__ == "number" else None
 
 
 def _rules() -> dict[str, Callable[..., Any]]:

@@ -26,9 +26,7 @@ _NUMBERS = (
     ("cpu", torch.float32),
     ("fa2", torch.float32),
 )
-_HALVES = tuple(
-    (engine, dtype) for engine in ENGINES for dtype in (torch.bfloat16, torch.float16)
-)
+_HALVES = tuple((engine, dtype) for engine in ENGINES for dtype in (torch.bfloat16, torch.float16))
 
 
 @dataclass(frozen=True)

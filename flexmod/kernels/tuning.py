@@ -63,7 +63,7 @@ ROWS = [
     Row("forward", "", 8, 256, Tiles(16, 16, 4, 1)),
     Row("backward", "interpreter", 8, 1024, Tiles(32, 32, 4, 1)),
     Row("backward", "", 2, 64, Tiles(64, 64, 4, 2)),
-    Row("backward", "", 2, 128, Tiles(64, 64, 8, 2)),
+    Row("backward", "", 2, 128, Tiles(64, 64, 4, 2)),
     Row("backward", "", 2, 256, Tiles(32, 32, 4, 1)),
     Row("backward", "", 2, 512, Tiles(16, 32, 4, 1)),
     Row("backward", "", 4, 128, Tiles(32, 32, 4, 1)),

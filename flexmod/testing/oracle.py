@@ -199,7 +199,7 @@ def _float64_literals() -> Iterator[None]:
 class _ScalarIndexing(TorchFunctionMode):
     """`table[i]`, i a 0-dim tensor, as a gather: torch wants a Python int, which vmap refuses."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__:
             where = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_scalar_index(part) for part in where):
@@ -212,7 +212,8 @@ def _is_scalar_index(part: Any) -> bool:
 
 
 def _gather(table: Tensor, where: tuple[Any, ...]) -> Tensor:
-    axis, chosen = 0, []
+    axis = 0
+    chosen: list[Tensor | None] = []
     spread = table.dim() - sum(part is not None and part is not Ellipsis for part in where)
     for part in where:
         if isinstance(part, int):

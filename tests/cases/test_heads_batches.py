@@ -21,8 +21,9 @@ def test_P014_a_map_for_each_batch(lane, check):
     check(lane, q, k, v, None, _counted(lane))
 
 
+@pytest.mark.parametrize("extent", [None, 1])
 @pytest.mark.parametrize("axis", ["b", "h"])
-def test_P014_a_broadcast_axis_that_is_read_is_refused(engine, axis):
+def test_P014_a_broadcast_axis_that_is_read_is_refused(engine, axis, extent):
     q, k, v = engine.qkv((2, 2, 64, 16), (2, 2, 256, 16))
     counters = engine.tensor([3, 150])
 
@@ -31,7 +32,7 @@ def test_P014_a_broadcast_axis_that_is_read_is_refused(engine, axis):
 
     with pytest.raises(ArgumentError, match=rf"\b{axis}\b"):
         block_mask = flexmod.create_block_mask(
-            mask_mod, None, None, 64, 256, device=engine.device, BLOCK_SIZE=64
+            mask_mod, extent, extent, 64, 256, device=engine.device, BLOCK_SIZE=64
         )
         flexmod.flex_attention(q, k, v, block_mask=block_mask, backend=engine.backend)
 

@@ -39,24 +39,38 @@ def test_P020_dense_is_tokens_and_tiles_are_tiles(lane, check, tiles_are_exact):
     check(lane, *lane.qkv((1, 1, 24, 16)), None, diffusion, tile=8)
 
 
-def _intervals(lane):
-    # Most edges lie inside the three inner tiles of 80 keys; row 9 keeps nothing.
-    low = lane.tensor([0, 17, 18, 19, 33, 34, 47, 48, 49, 50, 20, 30, 5, 66, 16, 31])
-    high = lane.tensor([80, 19, 62, 40, 34, 47, 48, 64, 63, 50, 21, 50, 75, 79, 64, 49])
+# Kept keys [low, high) of each of 16 queries over 80 keys, five tiles of 16.
+LOW = [0, 17, 18, 19, 33, 34, 47, 48, 49, 50, 20, 30, 5, 66, 16, 31]
+HIGH = [80, 19, 62, 40, 34, 47, 48, 64, 63, 50, 21, 50, 75, 79, 64, 49]
+INTERVALS = {
+    # Most edges lie inside the three inner tiles; query 9 keeps nothing.
+    "edges": (LOW, HIGH),
+    # Keys 10..59 are hidden from all but query 5, which sees 35: no corner of a tile tells.
+    "hole": ([0, 60, 3, 62, 0, 35, 1, 64, 0, 60, 9, 79, 2, 63, 0, 61],
+             [10, 80, 9, 80, 1, 36, 10, 80, 2, 61, 10, 80, 7, 70, 10, 80]),
+}  # fmt: skip
+
+
+def _intervals(lane, name):
+    low, high = (lane.tensor(table) for table in INTERVALS[name])
     return lambda b, h, i, j: (low[i] <= j) & (j < high[i])
 
 
+@pytest.mark.parametrize("name", INTERVALS)
 @pytest.mark.parametrize("tile", [16, None])
-def test_P022_holes_in_inner_tiles(lane, check, tile):
-    check(lane, *lane.qkv((1, 2, 16, 16), (1, 2, 80, 16)), None, _intervals(lane), tile=tile)
+def test_P022_holes_in_inner_tiles(lane, check, tile, name):
+    q, k, v = lane.qkv((1, 2, 16, 16), (1, 2, 80, 16))
+    check(lane, q, k, v, None, _intervals(lane, name), tile=tile)
 
 
+@pytest.mark.parametrize("name", INTERVALS)
 @pytest.mark.parametrize("tile", [16, (4, 8), (1, 1)])
-def test_P022_only_a_full_tile_is_called_full(engine, tiles_are_exact, tile):
+def test_P022_only_a_full_tile_is_called_full(engine, tiles_are_exact, tile, name):
+    mask_mod = _intervals(engine, name)
     block_mask = flexmod.create_block_mask(
-        _intervals(engine), None, None, 16, 80, device=engine.device, BLOCK_SIZE=tile
+        mask_mod, None, None, 16, 80, device=engine.device, BLOCK_SIZE=tile
     )
-    assert torch.equal(block_mask.dense(), visible(_intervals(engine), 1, 1, 16, 80, engine.device))
+    assert torch.equal(block_mask.dense(), visible(mask_mod, 1, 1, 16, 80, engine.device))
     tiles_are_exact(block_mask)
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,18 @@ from kernel_mods import MODS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flexmod import trace
 from flexmod.attention import make_problem
-from flexmod.kernels import fa2, tuning
-from flexmod.kernels.problem import Inputs, Problem, new_output
+from flexmod.kernels import tuning
+from flexmod.kernels.fa2 import sums
+from flexmod.kernels.fa2.backward import prepare as prepare_backward
+from flexmod.kernels.fa2.forward import prepare as prepare_forward
+from flexmod.kernels.fa2.kernel import Launch
+from flexmod.kernels.problem import Inputs, Saved
+from flexmod.program.gradient import differentiate
+from flexmod.program.specialize import specialize
 
+GROUPS = ("mods", "heads", "backward", "wide")
 SEQLEN = 1024  # long enough for full tiles
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
@@ -49,10 +57,11 @@ class Case:
     arch: str
     dtype: str
     head_dim: int
+    kernel: str = "forward"  # or backward_query, backward_key
 
     @property
     def label(self) -> str:
-        return f"{self.mod} {self.arch} {self.dtype} D{self.head_dim}"
+        return f"{self.kernel} {self.mod} {self.arch} {self.dtype} D{self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -70,12 +79,17 @@ class Usage:
 
 
 def cases(groups: list[str]) -> Iterator[Case]:
-    """`mods`: all mods at D 64; `heads`: no mod at D 64 and 128; `wide`: other dtypes and dims."""
+    """`mods`: all mods at D 64; `heads`: a few at D 128; `wide`: other dtypes and dims."""
     if "mods" in groups:
         yield from (Case(mod, arch, "bfloat16", 64) for mod in MODS for arch in TARGETS)
     if "heads" in groups:
-        mods = ("none", "causal", "softcap_causal", "alibi_causal")
+        mods = ("none", "softcap_causal")
         yield from (Case(mod, arch, "bfloat16", 128) for mod in mods for arch in TARGETS)
+    if "backward" in groups:
+        named = [("relative_bias", 64), ("softcap_causal", 128)]
+        for kernel in ("backward_query", "backward_key"):
+            pairs = [(mod, dim, arch) for mod, dim in named for arch in TARGETS]
+            yield from (Case(mod, arch, "bfloat16", dim, kernel) for mod, dim, arch in pairs)
     if "wide" in groups:
         sizes = [(dtype, dim) for dtype in ("bfloat16", "float32", "float64") for dim in (256, 512)]
         sizes = [("float32", 64), ("float32", 128), ("float64", 64), ("float64", 128), *sizes]
@@ -83,48 +97,59 @@ def cases(groups: list[str]) -> Iterator[Case]:
 
 
 def measure(case: Case, hints: dict[str, int]) -> Usage | None:
-    """Compile one kernel as `fa2.forward` would launch it; None: no tiles, the engine refuses."""
+    """Compile one kernel as the engine would launch it; None: no tiles fit, the engine refuses."""
     gpu, limit = TARGETS[case.arch]
-    found = tuning.Target(case.arch, limit)
-    shape = (1, 2, SEQLEN, case.head_dim)
-    inputs = Inputs(*(torch.zeros(shape, dtype=getattr(torch, case.dtype)) for _ in range(3)))
-    score_mod, mask_mod = MODS[case.mod]()
-    problem = make_problem(inputs, score_mod, mask_mod, None, hints)
-    if tuning.plan(problem, found) is None:
+    launch, planned = _launch(case, tuning.Target(case.arch, limit), hints)
+    if launch is None:
         return None
-    plan, problem = fa2.prepare(problem, inputs, found)
-    tiles, planned = plan.tiles, tuning.shared_bytes(plan.tiles, problem)
+    tiles = launch.tiles
     sizes = (tiles.q, tiles.kv, tiles.warps, tiles.stages)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
     started = time.perf_counter()
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     try:
-        kernel = triton.compile(_source(plan, problem, inputs, found), target=gpu, options=options)
+        kernel = triton.compile(_source(launch), target=gpu, options=options)
     except Exception as error:
         seconds = time.perf_counter() - started
         return Usage(case, sizes, 0, planned, 0, 0, seconds, f"{type(error).__name__}: {error}")
-    registers, spills = _resources(kernel, gpu)
     seconds = time.perf_counter() - started
-    return Usage(case, sizes, kernel.metadata.shared, planned, registers, spills, seconds)
+    return Usage(case, sizes, kernel.metadata.shared, planned, *_resources(kernel, gpu), seconds)
 
 
-def _source(plan: fa2.Plan, problem: Problem, inputs: Inputs, found: tuning.Target) -> ASTSource:
-    """The kernel with the argument types of a launch; pointers are 16-byte aligned."""
-    kernel = plan.module.forward
-    out = new_output(problem, inputs.query)
-    statistics = torch.empty(1, dtype=problem.work_dtype)
-    first, last = fa2._map_arguments(problem)[:2], fa2._map_arguments(problem)[2:]
-    counts = (problem.heads, problem.group, problem.q_len, problem.kv_len)
-    programs = [p for p in (problem.score, problem.mask_program) if p is not None]
-    values = [
-        *inputs, out, statistics, statistics, *first, problem.scale, *counts,
-        *fa2._strides(problem, inputs, out), *last,
-        *(a for p in programs for a in fa2._mod_arguments(p, found)),
-    ]  # fmt: skip
-    names = kernel.arg_names
-    signature = {n: _type(v, kernel.params[i]) for i, (n, v) in enumerate(zip(names, values))}  # noqa: B905
-    signature |= dict.fromkeys(plan.fields, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
-    return ASTSource(kernel, signature, dict(plan.fields), aligned)
+def _launch(case: Case, found: tuning.Target, hints: dict[str, int]) -> tuple[Launch | None, int]:
+    """The launch of a case, and the bytes of shared memory that it was planned with."""
+    dtype = getattr(torch, case.dtype)
+    inputs = Inputs(*(torch.zeros(1, 2, SEQLEN, case.head_dim, dtype=dtype) for _ in range(3)))
+    score_mod, mask_mod = MODS[case.mod]()
+    score = trace(score_mod, "score") if score_mod else None
+    problem = make_problem(inputs, score, mask_mod, None, hints)
+    if tuning.plan(problem, found, case.kernel) is None:
+        return None, 0
+    if case.kernel == "forward":
+        launch, _ = prepare_forward(problem, inputs, found)
+    else:
+        if score is not None:
+            slots = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
+            gradient = differentiate(score, slots)
+            narrow = specialize(gradient.program, problem.extents)
+            problem = replace(problem, gradient=replace(gradient, program=narrow))
+        statistics = torch.zeros(1, 2, SEQLEN, dtype=problem.work_dtype)
+        saved = Saved(statistics, statistics, inputs.query)
+        launches, *_ = prepare_backward(problem, inputs, saved, sums.plan(problem), found)
+        launch = launches[case.kernel == "backward_key"]
+    return launch, tuning.shared_bytes(case.kernel, launch.tiles, problem)
+
+
+def _source(launch: Launch) -> ASTSource:
+    """The kernel with the argument types of its launch; tensors are 16-byte aligned."""
+    kernel, signature, aligned = launch.kernel, {}, {}
+    for number, (parameter, value) in enumerate(zip(kernel.params, launch.arguments, strict=False)):
+        signature[parameter.name] = _type(value, parameter)
+        if isinstance(value, torch.Tensor) and not parameter.do_not_specialize:
+            aligned[(number,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(launch.fields, "constexpr")
+    ordered = {name: signature.pop(name) for name in kernel.arg_names}
+    assert not signature, f"no parameters for {list(signature)}"
+    return ASTSource(kernel, ordered, dict(launch.fields), aligned)
 
 
 def _type(value: Any, parameter: Any) -> str:
@@ -152,7 +177,7 @@ def _resources(kernel: Any, gpu: GPUTarget) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("groups", nargs="+", choices=("mods", "heads", "wide"))
+    parser.add_argument("groups", nargs="+", choices=GROUPS)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="part of a case's label")
     parser.add_argument("--hint", action="append", default=[], help="BLOCK_M=64, num_warps=8, ...")
@@ -165,10 +190,10 @@ def main() -> None:
         if options.json:
             print(json.dumps({"case": asdict(case), "usage": usage and asdict(usage)}))
         elif usage is None:
-            print(f"{case.label:<44} refused: no tiles fit")
+            print(f"{case.label:<52} refused: no tiles fit")
         else:
             note = usage.error or f"{usage.registers:>4} registers {usage.spills:>6} spilled"
-            print(f"{case.label:<44} {str(usage.tiles):<20} {usage.shared:>7} B "
+            print(f"{case.label:<52} {str(usage.tiles):<20} {usage.shared:>7} B "
                   f"(planned {usage.planned:>7}) {note} {usage.seconds:.1f} s")  # fmt: skip
         sys.stdout.flush()
 

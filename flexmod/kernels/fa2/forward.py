@@ -25,28 +25,35 @@ def fitted(problem: Problem, tiles: tuning.Tiles) -> tuple[Problem, tuning.Tiles
 def forward(problem: Problem, inputs: Inputs) -> Result:
     found = target(problem.device)
     assert isinstance(found, tuning.Target)
+    launch, result = prepare(problem, inputs, found)
+    launch.run()
+    return Result(result.out.to(problem.dtype), result.lse, result.max_scores)
+
+
+def prepare(
+    problem: Problem, inputs: Inputs, found: tuning.Target
+) -> tuple[kernel.Launch, Result]:
+    """The launch, and the tensors that it will fill."""
     tiles = tuning.plan(problem, found, "forward")
     assert tiles is not None  # `refuses` has looked
     problem, tiles = fitted(problem, tiles)
-    query, key, value = kernel.prepared(inputs, found)
-    ready = Inputs(query, key, value)
-    noted = kernel.fields(problem, ready, tiles, found)
-    noted["HAS_SINK"] = problem.sink is not None
-    module = kernel.load("fa2_forward.py.jinja", problem, noted, tiles, found)
-    out = new_output(problem, query)
+    ready = Inputs(*kernel.prepared(inputs, found))
+    fields = kernel.fields(problem, ready, tiles, found)
+    fields["HAS_SINK"] = problem.sink is not None
+    module = kernel.load("fa2_forward.py.jinja", problem, fields, tiles, found)
+    out = new_output(problem, ready.query)
     shape = (problem.batch, problem.heads, problem.q_len)
     lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
-    top = torch.empty_like(lse)
+    result = Result(out, lse, torch.empty_like(lse))
     runs = problem.mask.runs if problem.mask else None
     rows = problem.mask.grid.rows if problem.mask else 0
     indptr, table, *plane_strides = kernel.map_arguments(problem, runs, rows)
-    sink = kernel.readable(problem.sink) if problem.sink is not None else lse  # lse: not read
+    sink = lse if problem.sink is None else kernel.readable(problem.sink.detach(), found)
     arguments = [
-        query, key, value, out, lse, top, indptr, table, problem.scale,
-        sink.detach(), *kernel.dropout_arguments(problem),
+        *ready, *result, indptr, table, problem.scale,
+        sink, *kernel.dropout_arguments(problem),
         problem.heads, problem.group, problem.q_len, problem.kv_len,
         *kernel.strides(ready, out), *plane_strides, *kernel.mod_arguments(problem, found),
     ]  # fmt: skip
     programs = -(-problem.q_len // tiles.q) * problem.batch * problem.heads
-    kernel.launch(module.forward, programs, arguments, noted, tiles)
-    return Result(out.to(problem.dtype), lse, top)
+    return kernel.Launch(module.forward, programs, arguments, fields, tiles), result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -99,31 +100,40 @@ def _signature(program: Program | None) -> object:
     return program.structure, tuple(is_wide(c) for c in program.captures)
 
 
-def launch(
-    kernel: Any, programs_on_grid: int, positional: Sequence[Any], named: dict[str, Any],
-    tiles: tuning.Tiles,
-) -> None:  # fmt: skip
-    """Run a kernel; whatever Triton raises becomes one BackendError."""
-    try:
-        kernel[(programs_on_grid,)](
-            *positional,
-            **named,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            enable_fp_fusion=True,
-        )
-    except Exception as error:
-        raise BackendError(f"fa2 could not build or launch its kernel: {error}") from error
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments, ready to run."""
+
+    kernel: Any
+    programs: int  # on a one-dimensional grid, which has no limit of 65,535
+    arguments: list[Any]
+    fields: dict[str, Any]  # compile-time arguments
+    tiles: tuning.Tiles
+
+    def run(self) -> None:
+        """Whatever Triton raises becomes one BackendError."""
+        try:
+            self.kernel[(self.programs,)](
+                *self.arguments,
+                **self.fields,
+                num_warps=self.tiles.warps,
+                num_stages=self.tiles.stages,
+                enable_fp_fusion=True,
+            )
+        except Exception as error:
+            raise BackendError(f"fa2 could not build or launch its kernel: {error}") from error
 
 
-def prepared(inputs: Sequence[Tensor], target: tuning.Target) -> list[Tensor]:
-    """The last axis dense; in the interpreter no bfloat16, which it keeps as raw bits."""
-    dense = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in inputs]
-    return [readable(x) for x in dense] if target is INTERPRETER else dense
+def prepared(tensors: Sequence[Tensor], target: tuning.Target) -> list[Tensor]:
+    """The last axis dense, and every tensor as the kernel can read it."""
+    dense = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
+    return [readable(x, target) for x in dense]
 
 
-def readable(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
+def readable(x: Any, target: tuning.Target) -> Any:
+    """Triton's interpreter keeps bfloat16 as raw bits and computes nonsense with it."""
+    half = isinstance(x, Tensor) and x.dtype == torch.bfloat16
+    return x.float() if half and target is INTERPRETER else x
 
 
 def mod_arguments(problem: Problem, target: tuning.Target, gradient: bool = False) -> list[Any]:
@@ -132,7 +142,7 @@ def mod_arguments(problem: Problem, target: tuning.Target, gradient: bool = Fals
     if gradient and problem.gradient is not None:
         programs.append(problem.gradient.program)
     values = [value for p in programs if p is not None for value in arguments(p)]
-    return [readable(v) for v in values] if target is INTERPRETER else values
+    return [readable(v, target) for v in values]
 
 
 def strides(inputs: Inputs, last: Tensor) -> list[int]:

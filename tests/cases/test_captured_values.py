@@ -100,6 +100,37 @@ def test_P079_a_number_in_a_mask(lane, check, compiles):
     assert compiles() == compiled
 
 
+@pytest.mark.parametrize("n", [4, -4, 0, -12])
+def test_P079_a_number_in_an_index(lane, check, n):
+    # Index i + n is 4..11, -4..3, 0..7, -12..-5 of 12: what was proven of one n is not of the next.
+    q, k, v = lane.qkv((1, 2, 8, 8))
+    table = lane.floats([0.5, -1.0, 2.0, 0.25, -0.5, 1.5, 3.0, -2.0, 1.0, 0.0, -0.25, 4.0])
+
+    def score_mod(s, b, h, i, j):
+        return s * table[j + n]
+
+    check(lane, q, k, v, score_mod)
+
+
+@pytest.mark.parametrize("n", [5, -13])
+def test_P079_a_number_that_leads_out_of_the_table(engine, n):
+    q, k, v = engine.qkv((1, 2, 8, 8))
+    table = engine.floats([0.5] * 12)
+
+    def attend(n):
+        return flexmod.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s * table[j + n], backend=engine.backend
+        )
+
+    assert torch.isfinite(attend(4)).all()
+    try:
+        out = attend(n)
+    except IndexError:
+        return
+    # A kernel on a GPU cannot raise; what it must not do is to return a number.
+    assert torch.isnan(out).all()
+
+
 DOCUMENTS = ([0] * 9 + [1] * 11, [0] * 3 + [1] * 14 + [2] * 3, [5] * 16 + [1] * 4)
 
 

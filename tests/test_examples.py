@@ -1,0 +1,42 @@
+"""Every script of examples/ runs, prints what it is there to show, and is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+PROMISED = {  # script -> what its output must contain
+    "own_mask.py": r"largest error against float64: (\S+)",
+    "packed_documents.py": r"document of 1258 tokens: differs from its own attention by (\S+)",
+    "softcap_alibi.py": r"softcap, then alibi +head 0: largest weight \d",
+}
+LARGEST_ERROR = 1e-5
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_example_runs(script: Path) -> None:
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = re.search(PROMISED[script.name], done.stdout)
+    assert found, done.stdout
+    for error in found.groups():
+        assert float(error) < LARGEST_ERROR
+
+
+def test_softcap_alibi_draws_a_picture(tmp_path: Path) -> None:
+    script, picture = ROOT / "examples" / "softcap_alibi.py", tmp_path / "weights.png"
+    done = subprocess.run(
+        [sys.executable, script, picture], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "no picture: matplotlib is not installed" in done.stdout
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
