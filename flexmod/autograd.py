@@ -48,7 +48,7 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
 
 
 def _is_transformed(tensors: tuple[Tensor, ...]) -> bool:
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+    if any(reference.is_transformed(x) for x in tensors):
         return True
     if forward_ad._current_level < 0:
         return False

@@ -115,7 +115,12 @@ def empty_gradients(problem: Problem, inputs: Inputs) -> Gradients:
 
 def new_output(problem: Problem, query: Tensor) -> Tensor:
     """Uninitialised out [B, Hq, Q, Ev], laid out in the query's stride order."""
+    order = stride_order(query)
     shape = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
-    order = sorted(range(4), key=lambda axis: (-query.stride(axis), axis))
     out = query.new_empty([shape[axis] for axis in order])
     return out.permute([order.index(axis) for axis in range(4)])
+
+
+def stride_order(x: Tensor) -> list[int]:
+    """The axes of a tensor from the slowest to the fastest."""
+    return sorted(range(x.ndim), key=lambda axis: (-x.stride(axis), axis))

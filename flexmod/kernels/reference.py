@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmod.kernels import dropout
-from flexmod.kernels.problem import Inputs, Problem, Result
+from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
 from flexmod.program.evaluate import evaluate, raise_if_invalid
 
 
@@ -33,9 +33,26 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     if problem.dropout_p:
         keep = dropout.keep(problem.dropout_seed, problem.dropout_p, index_inputs(problem))
         weight = weight * keep / (1 - problem.dropout_p)
-    out = weight @ value / torch.where(blind, 1.0, total)
+    out = weighted_sum(weight, value) / torch.where(blind, 1.0, total)
     lse = torch.where(blind, -torch.inf, origin + torch.log(torch.where(blind, 1.0, total)))
-    return Result(out.to(problem.dtype), lse.squeeze(-1), top.squeeze(-1))
+    order = stride_order(inputs.query)
+    back = [order.index(axis) for axis in range(4)]
+    out = out.to(problem.dtype).permute(order).contiguous().permute(back)
+    return Result(out, lse.squeeze(-1), top.squeeze(-1))
+
+
+def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
+    """weight @ value, where a weight of 0 cancels its value even if that is NaN or infinite."""
+    finite = value.isfinite()
+    if is_transformed(value) or bool(finite.all()):
+        return weight @ value
+    seen = (weight > 0).to(weight.dtype) @ (~finite).to(weight.dtype)
+    return torch.where(seen > 0, torch.nan, weight @ torch.where(finite, value, 0.0))
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a torch.func transform wraps a tensor, so that no Python decision may read it."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def visible_scores(problem: Problem, score: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Row(NamedTuple):
 ROWS = [
     Row("forward", "interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
     Row("forward", "sm_9", 2, 64, Tiles(128, 64, 4, 3)),
-    Row("forward", "sm_9", 2, 128, Tiles(128, 64, 4, 2)),
+    Row("forward", "sm_9", 2, 128, Tiles(128, 64, 8, 3)),
     Row("forward", "sm_9", 2, 256, Tiles(128, 64, 8, 2)),
     Row("forward", "sm_10", 2, 64, Tiles(128, 64, 4, 3)),
     Row("forward", "sm_10", 2, 128, Tiles(128, 64, 8, 2)),
@@ -62,7 +62,7 @@ ROWS = [
     Row("forward", "", 8, 64, Tiles(32, 32, 4, 1)),
     Row("forward", "", 8, 256, Tiles(16, 16, 4, 1)),
     Row("backward", "interpreter", 8, 1024, Tiles(32, 32, 4, 1)),
-    Row("backward", "", 2, 64, Tiles(64, 64, 4, 2)),
+    Row("backward", "", 2, 64, Tiles(64, 64, 4, 3)),
     Row("backward", "", 2, 128, Tiles(64, 64, 4, 2)),
     Row("backward", "", 2, 256, Tiles(32, 32, 4, 1)),
     Row("backward", "", 2, 512, Tiles(16, 32, 4, 1)),

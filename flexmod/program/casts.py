@@ -75,5 +75,5 @@ def ones(x: Proxy, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
 
 @named("new_tensor")
 def new_tensor(x: Proxy, value: Any, dtype: torch.dtype | None = None, **_: Any) -> Proxy:
-    kind = dtype or torch.empty((), dtype=x.dtype, device="meta").new_tensor(value).dtype
+    kind = dtype or torch.ones((), dtype=x.dtype, device="cpu").new_tensor(value).dtype
     return x.recorder.as_proxy(value, kind)

@@ -35,7 +35,8 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
 
     def leaf(position: int, line: Instruction, args: tuple[Tensor, ...]) -> Tensor:
         if line.op == "number":
-            return torch.tensor(program.numbers[line.attr], dtype=line.dtype)  # type: ignore[index]
+            number = program.numbers[line.attr]  # type: ignore[index]
+            return torch.tensor(number, dtype=line.dtype, device="cpu")
         if line.op == "input":
             return inputs[str(line.attr)].to(line.dtype)
         load: Load = line.attr  # type: ignore[assignment]

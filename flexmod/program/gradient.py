@@ -41,7 +41,7 @@ def differentiate(program: Program, slots: frozenset[int]) -> Gradient:
         program: an unspecialized score program.
         slots: captured tensors that need a gradient.
     """
-    recorder = Recorder(torch.device("cpu"))
+    recorder = Recorder(torch.device("cpu"), program.dtype)
     grad = recorder.emit("input", (), program.dtype, "grad")
     lines = _replay(program, recorder)
     received: dict[int, Proxy] = {len(lines) - 1: grad}

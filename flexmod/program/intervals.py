@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 def point(value: Tensor | float | int) -> Interval:
-    tensor = torch.as_tensor(value)
+    tensor = torch.as_tensor(value, device=None if isinstance(value, Tensor) else "cpu")
     tensor = tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
     return Interval(tensor, tensor)
 
@@ -38,9 +38,9 @@ def anything(dtype: torch.dtype) -> Interval:
     if dtype.is_floating_point:
         return point(float("nan"))
     if dtype == torch.bool:
-        return Interval(torch.tensor(0), torch.tensor(1))
+        return Interval(point(0).lo, point(1).hi)
     info = torch.iinfo(dtype)
-    return Interval(torch.tensor(info.min), torch.tensor(info.max))
+    return Interval(point(info.min).lo, point(info.max).hi)
 
 
 def settle(interval: Interval, dtype: torch.dtype) -> Interval:

@@ -75,7 +75,9 @@ class Program:
     def __str__(self) -> str:
         arguments = [name for name in ARGUMENTS[self.kind] if name in self.reads]
         head = f"{self.kind}_mod {self.name}({', '.join(arguments)})"
-        body = [f"  %{n} = {self._describe(i)}" for n, i in enumerate(self.instructions)]
+        lines = [f"  %{n} = {self._describe(i)}" for n, i in enumerate(self.instructions)]
+        types = [str(i.dtype).removeprefix("torch.") for i in self.instructions]
+        body = [f"{line:<43} {dtype}" for line, dtype in zip(lines, types, strict=True)]
         results = ", ".join(f"%{n}" for n in self.outputs)
         return "\n".join([head, *body, f"  return {results}"])
 
@@ -91,7 +93,7 @@ class Program:
                 text = f"capture{slot}{list(self.captures[slot].shape)}[{indices}]"
             case op:
                 text = " ".join([op, *(f"%{a}" for a in instruction.args)])
-        return f"{text:<36} {str(instruction.dtype).removeprefix('torch.')}"
+        return text
 
 
 def interpret(

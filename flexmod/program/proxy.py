@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from flexmod.errors import TraceError
 from flexmod.program.ops import TABLE
 from flexmod.program.record import Recorder
+from flexmod.program.refusals import PYTHON_VALUE, unknown
 
 # Name of a torch function or method -> what records it. Filled from the table below, and by
 # `composites`, `casts` and `vectors`.
@@ -22,24 +22,6 @@ _OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv m
 lshift rlshift rshift rrshift and rand or ror xor rxor eq ne lt le gt ge neg pos abs invert
 matmul rmatmul""".split()
 _INPLACE = "add sub mul truediv floordiv mod pow and or xor".split()
-_PYTHON_VALUE = {
-    "__bool__": "a traced value has no truth value while tracing: instead of if/and/or/not write "
-    "torch.where(condition, x, y), &, |, ~; instead of min/max torch.minimum/torch.maximum; "
-    "instead of a < b < c write (a < b) & (b < c)",
-    "__float__": "a traced value has no Python value: use torch functions instead of math",
-    "__int__": "a traced value has no Python value: use .long() or .to(dtype) for a cast",
-    "__index__": "a traced value has no Python value: index a tensor with it, not a list or range",
-    "__len__": "a traced value is a scalar and has no length",
-    "__iter__": "a traced value is a scalar and cannot be iterated over",
-    "item": "a traced value has no Python value: compute with it as a tensor",
-    "tolist": "a traced value has no Python value: compute with it as a tensor",
-    "numpy": "a traced value has no Python value: use torch functions instead of numpy",
-    "backward": "gradients are taken through flex_attention, not inside a mod",
-}
-_PYTHON_VALUE["__complex__"] = _PYTHON_VALUE["__float__"]
-_PYTHON_VALUE["__array__"] = _PYTHON_VALUE["numpy"]
-
-
 def named(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what records the torch functions and methods of these names."""
 
@@ -65,15 +47,15 @@ class Traced:
         return dispatch(name, tuple(args), kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name in _PYTHON_VALUE:
-            raise TraceError(_PYTHON_VALUE[name])
+        if name in PYTHON_VALUE:
+            raise TraceError(PYTHON_VALUE[name])
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "where":
             return lambda condition, other: dispatch(name, (condition, self, other), {})
         base = name.removesuffix("_")
         if base not in FUNCTIONS:
-            raise _unknown(name)
+            raise unknown(name, FUNCTIONS)
         return lambda *args, **kwargs: dispatch(name, (self, *args), kwargs)
 
     def __hash__(self) -> int:
@@ -234,15 +216,15 @@ def dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a torch function or method, known by its name, called with traced values."""
     if name == "__getitem__" and isinstance(args[0], Tensor):
         return index_tensor(recorder_of(args), args[0], [None] * args[0].ndim, args[1])
-    if name in _PYTHON_VALUE:
-        raise TraceError(_PYTHON_VALUE[name])
+    if name in PYTHON_VALUE:
+        raise TraceError(PYTHON_VALUE[name])
     base = name
     if name.startswith("__i") and name[3:-2] in _INPLACE:
         base = f"__{name[3:]}"
     elif name.endswith("_") and not name.endswith("__"):
         base = name.removesuffix("_")
     if base not in FUNCTIONS:
-        raise _unknown(name)
+        raise unknown(name, FUNCTIONS)
     if base == name:
         return call(base, args, kwargs)
     if not isinstance(args[0], Proxy):
@@ -276,15 +258,6 @@ def _scalar(recorder: Recorder, value: Any) -> Any:
     return value
 
 
-def _unknown(name: str) -> TraceError:
-    public = [n for n in FUNCTIONS if not n.startswith("__")]
-    close = difflib.get_close_matches(name, public, n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
-    if name in ("rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "dropout"):
-        hint = ": draw random numbers outside of the mod, into a tensor, and index it"
-    return TraceError(f"torch's {name} is not supported in a mod{hint}")
-
-
 def record(op: str, *args: Any) -> Any:
     """Record one row of the table."""
     return recorder_of(args).apply(op, *args)
@@ -297,11 +270,11 @@ def _install_operators() -> None:
     dunders = [f"__{n}__" for n in _OPERATORS] + [f"__i{n}__" for n in _INPLACE]
     for dunder in dunders:
         setattr(Traced, dunder, lambda self, *args, _n=dunder: dispatch(_n, (self, *args), {}))
-    for dunder, text in _PYTHON_VALUE.items():
+    for dunder, text in PYTHON_VALUE.items():
         if dunder.startswith("__") and dunder not in ("__len__", "__iter__"):
             setattr(Traced, dunder, _refusal(text))
     for dunder in ("__len__", "__iter__"):
-        setattr(Proxy, dunder, _refusal(_PYTHON_VALUE[dunder]))
+        setattr(Proxy, dunder, _refusal(PYTHON_VALUE[dunder]))
 
 
 def _refusal(text: str) -> Callable[..., Any]:

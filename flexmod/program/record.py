@@ -27,8 +27,9 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 class Recorder:
     """Collects the instructions of one mod. Equal instructions are recorded once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, real: torch.dtype = torch.float32) -> None:
         self.device = device
+        self.real = real  # what an integer becomes when it meets a Python float
         self.lines: list[Instruction] = []
         self.numbers: list[float | int] = []
         self.captures: list[Tensor] = []
@@ -67,9 +68,13 @@ class Recorder:
             raise TraceError("complex numbers are not supported in a mod")
         return value if value.dtype == dtype else self.emit("cast", (value.position,), dtype)
 
+    def common_type(self, *values: Operand) -> torch.dtype:
+        """The type that operands of one operation share; two Python floats are `real`."""
+        return _types("where", (torch.bool, *(_kind(v) for v in values)), self.real)[2]
+
     def apply(self, name: str, *args: Operand) -> Proxy:
         """Record one row of the table, its operands cast to one type."""
-        name, operands, dtype = _types(name, tuple(_kind(a) for a in args))
+        name, operands, dtype = _types(name, tuple(_kind(a) for a in args), self.real)
         if name in ("floordiv", "mod") and not dtype.is_floating_point and _is_zero(args[1]):
             raise TraceError("division by the number 0")
         values = [self.as_proxy(a, t) for a, t in zip(args, operands, strict=True)]
@@ -100,8 +105,7 @@ class Recorder:
         """Captures are told apart by what they show, so a view made twice is captured once."""
         key: Hashable = id(tensor)
         if not tensor.requires_grad:
-            where = (tensor.data_ptr(), tensor.device) if tensor.device.type != "meta" else key
-            key = (where, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            key = (_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if key not in self._slots:
             self._slots[key] = len(self.captures)
             self.captures.append(tensor)
@@ -135,6 +139,14 @@ class Recorder:
         return Program(kind, name, tuple(lines), outputs, tuple(numbers), tuple(captures), sites)
 
 
+def _address(tensor: Tensor) -> Hashable:
+    """Where a tensor's data lies; its identity if it has none (meta, torch.func transforms)."""
+    try:
+        return tensor.data_ptr() or id(tensor), tensor.device
+    except RuntimeError:
+        return id(tensor)
+
+
 def _readable(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
@@ -149,21 +161,27 @@ def _kind(value: Operand) -> torch.dtype | type:
 
 @lru_cache(maxsize=4096)
 def _types(
-    name: str, kinds: tuple[torch.dtype | type, ...]
+    name: str, kinds: tuple[torch.dtype | type, ...], real: torch.dtype
 ) -> tuple[str, tuple[torch.dtype, ...], torch.dtype]:
     """The row to record, the types of its operands and of its result: torch's own rules.
 
-    Asked on 0-dim meta tensors, and on Python numbers where the operand is one.
+    Asked on 0-dim tensors, and on Python numbers where the operand is one.
     """
-    metas = [
-        k(1) if isinstance(k, type) else torch.empty((), dtype=k, device="meta") for k in kinds
-    ]
-    dtype = TABLE[name].evaluate(*metas).dtype
-    dtype = torch.float32 if dtype in HALF else dtype
+    samples: list[Any] = [_sample(k) for k in kinds]
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(real)
+    try:
+        dtype = TABLE[name].evaluate(*samples).dtype
+        common = torch.result_type(*samples[:2]) if name in _COMPARISONS else dtype
+    finally:
+        torch.set_default_dtype(default)
+    dtype, common = (torch.float32 if d in HALF else d for d in (dtype, common))
     if name == "where":
         return name, (torch.bool, dtype, dtype), dtype
-    common = torch.result_type(metas[0], metas[1]) if name in _COMPARISONS else dtype
-    common = torch.float32 if common in HALF else common
     if dtype == torch.bool and name not in _COMPARISONS:
         name = _LOGIC.get(name, name)
     return name, (common,) * len(kinds), dtype
+
+
+def _sample(kind: torch.dtype | type) -> Any:
+    return kind(1) if isinstance(kind, type) else torch.ones((), dtype=kind, device="cpu")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from flexmod.program.bounds import bounds
-from flexmod.program.intervals import Interval
+from flexmod.program.intervals import Interval, point
 from flexmod.program.ir import Instruction, Load, Program
 
 _INT32 = torch.iinfo(torch.int32)
@@ -29,7 +29,7 @@ def specialize(program: Program, extents: Mapping[str, int]) -> Program:
     key = (program.structure, program.numbers, shapes, tuple(sorted(extents.items())))
     if key not in _memory:
         ranges = {
-            name: Interval(torch.tensor(0), torch.tensor(max(extent - 1, 0)))
+            name: Interval(point(0).lo, point(max(extent - 1, 0)).hi)
             for name, extent in extents.items()
         }
         ends = [(i.lo.item(), i.hi.item()) for i in bounds(program, ranges)]

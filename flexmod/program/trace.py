@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+import flexmod.program.activations
 import flexmod.program.casts
 import flexmod.program.composites
-import flexmod.program.vectors  # noqa: F401  (these three register what they record)
+import flexmod.program.vectors  # noqa: F401  (these register what they record)
 from flexmod import counters
 from flexmod.errors import FlexmodError, TraceError
 from flexmod.program.ir import ARGUMENTS, Program
 from flexmod.program.proxy import Proxy, View
 from flexmod.program.record import Recorder
+from flexmod.program.refusals import RANDOM
 from flexmod.program.source import definition_site, traceback_site
-
-_RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "dropout"}
 
 
 def trace(
@@ -60,7 +60,8 @@ def trace(
         raise TraceError(f"a mod must be callable, not {type(mod).__name__}")
     kind = _check_arity(mod, kind)
     counters.COUNTS.traces += 1
-    recorder = Recorder(torch.device(device))
+    real = score_dtype if kind == "score" else torch.get_default_dtype()
+    recorder = Recorder(torch.device(device), real)
     arguments = [
         recorder.emit("input", (), score_dtype if name == "score" else torch.int64, name)
         for name in ARGUMENTS[kind]
@@ -137,7 +138,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name.removesuffix("_like") in _RANDOM:
+        if name in RANDOM:
             raise TraceError(
                 f"torch's {name} in a mod would give one value for all positions: "
                 "draw random numbers outside, into a tensor, and index it"

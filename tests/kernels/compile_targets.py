@@ -164,7 +164,7 @@ def _resources(kernel: Any, gpu: GPUTarget) -> tuple[int, int]:
     """Registers and spilled bytes a thread."""
     if gpu.backend == "hip":
         text = kernel.asm["amdgcn"]
-        count = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # noqa: E731
+        count = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
         return count("vgpr_count"), 4 * count("vgpr_spill_count")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -193,7 +193,7 @@ def main() -> None:
             print(f"{case.label:<52} refused: no tiles fit")
         else:
             note = usage.error or f"{usage.registers:>4} registers {usage.spills:>6} spilled"
-            print(f"{case.label:<52} {str(usage.tiles):<20} {usage.shared:>7} B "
+            print(f"{case.label:<52} {usage.tiles!s:<20} {usage.shared:>7} B "
                   f"(planned {usage.planned:>7}) {note} {usage.seconds:.1f} s")  # fmt: skip
         sys.stdout.flush()
 

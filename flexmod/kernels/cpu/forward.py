@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmod.kernels.cpu import walk
+from flexmod.kernels.reference import weighted_sum
 from flexmod.kernels.problem import Inputs, Problem, Result, new_output
 
 
@@ -49,7 +50,7 @@ def _attend(
         total = total * rescale + weight.sum(-1, keepdim=True)
         keep = walk.kept(problem, indices)
         weight = weight if keep is None else weight * keep
-        seen = weight.view(*grouped, -1) @ value[:, :, keys.span]
+        seen = weighted_sum(weight.view(*grouped, -1), value[:, :, keys.span])
         out = out * rescale.view(*grouped, 1) + seen
         top = higher
     return _finish(problem, row, out.view(batch, heads, rows, -1), total, top)
