@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,9 +108,12 @@ def flex_attention(
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         score = trace(score_mod, "score", score_dtype=work, device=query.device)
         checks.captures(score, query.device)
-    problem = make_problem(inputs, score, block_mask, scale, options)
-    problem = replace(
-        problem,
+    problem = make_problem(
+        inputs,
+        score,
+        block_mask,
+        scale,
+        options=options,
         sink=sink,
         dropout_p=checks.dropout(dropout_p),
         dropout_seed=_seed(dropout_p, dropout_seed),
@@ -125,9 +128,12 @@ def make_problem(
     score: Program | None,
     block_mask: BlockMask | Mod | None,
     scale: float | None = None,
-    options: dict[str, Any] | None = None,
+    **others: Any,
 ) -> Problem:
-    """Fit the mods to the tensors, and gather what a kernel depends on."""
+    """Fit the mods to the tensors, and gather what a kernel depends on.
+
+    `others` are further fields of the problem: options, sink, dropout, ...
+    """
     query, key, value = inputs
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
@@ -147,7 +153,7 @@ def make_problem(
         score=specialize(score, extents) if score is not None else None,
         mask=mask,
         mask_program=specialize(mask.program, extents) if mask else None,
-        options=options or {},
+        **others,
     )
 
 

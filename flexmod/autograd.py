@@ -25,7 +25,7 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
     `score` is the unspecialized score program. Transforms that no fused backward serves
     (torch.func, forward mode, double backward) go through the differentiable reference.
     """
-    name = choose.choose(problem, wanted)
+    choice = choose.choose(problem, wanted)
     captured = problem.score.captures if problem.score else ()
     sinks = () if problem.sink is None else (problem.sink,)
     tensors = (*inputs, *sinks, *captured)
@@ -34,8 +34,8 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
         return reference.forward(problem, inputs)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not wants_grad:
-        return choose.forward(problem, inputs, wanted)
-    if name == "reference":
+        return choose.forward(problem, inputs, choice)
+    if choice.name == "reference":
         return reference.forward(problem, inputs)
     slots = frozenset(n for n, c in enumerate(captured) if c.requires_grad)
     gradient = None
@@ -44,7 +44,7 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
         narrow = specialize(gradient.program, problem.extents)
         gradient = replace(gradient, program=narrow)
     problem = replace(problem, gradient=gradient)
-    return Result(*_Attention.apply(problem, wanted, len(sinks), *tensors))
+    return Result(*_Attention.apply(problem, choice, len(sinks), *tensors))
 
 
 def _is_transformed(tensors: tuple[Tensor, ...]) -> bool:
@@ -60,11 +60,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, wanted: str | None, sinks: int, *tensors: Tensor
+        ctx: Any, problem: Problem, choice: choose.Choice, sinks: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = Inputs(*tensors[:3])
-        result = choose.forward(problem, inputs, wanted)
-        ctx.problem, ctx.wanted, ctx.sinks = problem, wanted, sinks
+        result = choose.forward(problem, inputs, choice)
+        ctx.problem, ctx.choice, ctx.sinks = problem, choice, sinks
         ctx.save_for_backward(*tensors, result.out, result.lse)
         ctx.mark_non_differentiable(result.max_scores)
         ctx.set_materialize_grads(False)
@@ -81,14 +81,15 @@ class _Attention(torch.autograd.Function):
             log.info("a double backward is asked for: using the reference engine")
             return None, None, None, *_twice(problem, tensors, needed, d_out, d_lse)
         d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
-        delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1)
-        delta = delta if d_lse is None else delta - d_lse
+        if d_lse is not None:  # nothing depends on a row that saw nothing
+            d_lse = torch.where(lse == -torch.inf, 0.0, d_lse)
         inputs = Inputs(*tensors[:3])
-        grads = choose.backward(problem, inputs, Saved(lse, delta, d_out), ctx.wanted)
+        grads = choose.backward(problem, inputs, Saved(out, lse, d_out, d_lse), ctx.choice)
         found: list[Tensor | None] = [g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)]
         if ctx.sinks:
             weight = torch.exp(tensors[3].to(lse.dtype).view(-1, 1) - lse)
-            found.append(-(weight * delta).nan_to_num(0.0).sum((0, 2)).to(tensors[3].dtype))
+            d_sink = torch.where(lse == -torch.inf, 0.0, -weight * grads.delta)
+            found.append(d_sink.sum((0, 2)).to(tensors[3].dtype))
         captured = problem.score.captures if problem.score else ()
         found += [grads.captures.get(slot) for slot in range(len(captured))]
         kept = [g if need else None for g, need in zip(found, needed, strict=True)]

@@ -134,7 +134,7 @@ def explain(
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         score = trace(score_mod, "score", score_dtype=work, device=query.device)
         checks.captures(score, query.device)
-    problem = make_problem(Inputs(query, key, value), score, block_mask, scale, options)
+    problem = make_problem(Inputs(query, key, value), score, block_mask, scale, options=options)
     refusals = choose.refusals(problem)
     engine = _engine(problem, backend)
     mask = problem.mask
@@ -157,7 +157,7 @@ def explain(
 
 def _engine(problem: Problem, backend: str | None) -> str | None:
     try:
-        return choose.choose(problem, backend)
+        return choose.choose(problem, backend).name
     except BackendError:
         return None
 
@@ -180,7 +180,8 @@ def _tiles(problem: Problem) -> str | None:
         return None
     if problem.mask is not None:
         tiles = tuning.fit_blocks(tiles, problem.mask.block_size) or tiles
-    shared = tuning.shared_bytes("forward", tiles, problem) / 1024
+    dims = (tuning.padded(problem.head_dim), tuning.padded(problem.value_dim))
+    shared = tuning.shared_bytes("forward", tiles, dims, problem.dtype.itemsize) / 1024
     return (
         f"{tiles.q} queries x {tiles.kv} keys, {tiles.warps} warps, {tiles.stages} stages, "
         f"{shared:g} KiB of shared memory"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,38 +10,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.blocks import lists
-from flexmod.blocks.classify import Grid, classify
-from flexmod.blocks.draw import draw_tiles
-from flexmod.blocks.runs import EMPTY, FULL, PARTIAL, Runs
+from flexmod.blocks import algebra, constructors, cut, lists, saved, views
+from flexmod.blocks.classify import classify
+from flexmod.blocks.elements import count_visible
+from flexmod.blocks.freshness import Snapshot, is_fresh, snapshot
+from flexmod.blocks.grid import Grid
+from flexmod.blocks.overlay import shared, transpose
+from flexmod.blocks.runs import EMPTY, Runs
 from flexmod.errors import BlockMaskError
 from flexmod.program import Program
 from flexmod.program.evaluate import evaluate, raise_if_invalid
 from flexmod.program.specialize import specialize
 
-_ROWS_AT_ONCE = 1024
+_ELEMENTS_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """Which blocks of a (B, H, Q_LEN, KV_LEN) mask need work. Made by `create_block_mask`.
 
     A block is empty (skipped), partial (the mask is evaluated) or full (the mask is not
-    evaluated). The map knows its mask: `dense()` shows it token by token.
+    evaluated). The map knows its mask: `dense()` shows it token by token. Parts and combinations
+    of maps (`mask[b, h, q_blocks]`, `crop`, `pad`, `concat`, `a & b`, `a | b`, `a - b`, `~a`)
+    carry their own mask along, and are right to use at once.
 
     Attributes:
         shape: (B, H, Q_LEN, KV_LEN) as asked for; B and H may be 1 and broadcast.
         block_size: (query, key) tokens of a block.
         program: the traced mask.
-        runs: the live blocks. Planes are kept only for the axes that the mask reads.
+        runs: the live blocks. Planes are kept only for the axes that the mask reads, and planes
+            that are alike share their runs.
+        offset: (query, key): where the first of each lies in the map that this one was cut from.
     """
 
     shape: tuple[int, int, int, int]
     block_size: tuple[int, int]
     program: Program
     runs: Runs
-    versions: tuple[int, ...] = ()
-    _regridded: dict[tuple[int, int], BlockMask] = field(default_factory=dict, repr=False)
+    offset: tuple[int, int] = (0, 0)
+    _made_from: Snapshot = field(init=False)
+    _regridded: dict[tuple[int, int], BlockMask] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_made_from", snapshot(self.program))
 
     @staticmethod
     def from_program(
@@ -50,24 +61,45 @@ class BlockMask:
         block_size: tuple[int, int],
         device: torch.device,
     ) -> BlockMask:
-        grid = _grid(program, shape, block_size)
-        runs = classify(program, grid, device)
-        return BlockMask(shape, block_size, program, runs, _versions(program))
+        grid = Grid.of(program, shape, block_size)
+        runs = shared(classify(program, grid, device), grid.planes)
+        return BlockMask(shape, block_size, program, runs)
 
     from_kv_blocks = staticmethod(lists.from_kv_blocks)
+    from_dense_blocks = staticmethod(lists.from_dense_blocks)
+    from_topk = staticmethod(lists.from_topk)
+    from_documents = staticmethod(constructors.from_documents)
+    from_window = staticmethod(constructors.from_window)
+    from_prefix_lengths = staticmethod(constructors.from_prefix_lengths)
+    concat = staticmethod(algebra.concat)
+
+    __getitem__ = cut.take
+    crop = cut.crop
+    pad = cut.pad
+    shift = cut.shift
+    __and__ = algebra.intersection
+    __or__ = algebra.union
+    __sub__ = algebra.difference
+    __invert__ = algebra.complement
+    __reduce__ = saved.reduce
+    update_ = saved.update_
+    to_string = views.to_string
+    plot = views.plot
+    _repr_html_ = views.to_html
 
     @property
     def grid(self) -> Grid:
-        return _grid(self.program, self.shape, self.block_size)
+        return Grid.of(self.program, self.shape, self.block_size)
 
     @cached_property
     def transposed(self) -> Runs:
         """Runs of query blocks for each block of keys: the order of a backward pass."""
-        return self.runs.transposed(self.grid.planes, self.grid.columns)
+        grid = self.grid
+        return shared(transpose(self.runs, grid.planes, grid.columns), grid.planes)
 
     @property
     def device(self) -> torch.device:
-        return self.runs.indptr.device
+        return self.runs.table.device
 
     @property
     def mask_mod(self) -> Program:
@@ -80,7 +112,7 @@ class BlockMask:
     BLOCK_SIZE = property(lambda self: self.block_size)
 
     def tiles(self) -> Tensor:
-        """Kinds of all blocks, int8 [B, H, query blocks, key blocks]: 0 empty, 1 partial, 2 full."""
+        """Kinds of blocks, int8 [B, H, query blocks, key blocks]: 0 empty, 1 partial, 2 full."""
         grid = self.grid
         kinds = self.runs.tiles(grid.columns).view(grid.batch, grid.heads, grid.rows, grid.columns)
         return kinds.expand(*self.shape[:2], -1, -1)
@@ -91,8 +123,9 @@ class BlockMask:
 
     def dense(self) -> Tensor:
         """The mask token by token, bool [B, H, Q_LEN, KV_LEN]."""
-        rows = [self.visible_rows(q) for q in self._row_chunks()]
-        return torch.cat(rows, 2) if rows else torch.zeros(self.shape, dtype=torch.bool)
+        if not self.numel():
+            return torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+        return torch.cat([self.visible_rows(q) for q in self._row_chunks()], 2)
 
     def visible_rows(self, q_idx: Tensor) -> Tensor:
         """The mask of some query rows, bool [B, H, len(q_idx), KV_LEN]."""
@@ -111,7 +144,9 @@ class BlockMask:
         return visible.expand(batch, heads, len(q_idx), kv_len)
 
     def _row_chunks(self) -> Iterator[Tensor]:
-        yield from torch.arange(self.shape[2], device=self.device).split(_ROWS_AT_ONCE)
+        batch, heads, q_len, kv_len = self.shape
+        step = max(1, _ELEMENTS_AT_ONCE // max(batch * heads * kv_len, 1))
+        yield from torch.arange(q_len, device=self.device).split(step)
 
     def counts(self) -> tuple[int, int, int]:
         """How many blocks are (empty, partial, full), over all of B and H."""
@@ -127,9 +162,11 @@ class BlockMask:
         return 100.0 * counts[0] / max(sum(counts), 1)
 
     def density(self) -> float:
-        """Percent of elements that are visible, in [0, 100]."""
-        seen = sum(int(self.visible_rows(q).sum()) for q in self._row_chunks())
-        return 100.0 * seen / max(self.numel(), 1)
+        """Percent of elements that are visible, in [0, 100]. Only partial blocks are evaluated."""
+        grid = self.grid
+        program = specialize(self.program, grid.extents)
+        seen = count_visible(program, grid, self.runs)
+        return 100.0 * seen / max(grid.planes * grid.q_len * grid.kv_len, 1)
 
     def numel(self) -> int:
         batch, heads, q_len, kv_len = self.shape
@@ -140,21 +177,20 @@ class BlockMask:
         if block_size == self.block_size:
             return self
         if block_size not in self._regridded:
-            self._regridded[block_size] = BlockMask.from_program(
-                self.program, self.shape, block_size, self.device
-            )
+            made = BlockMask.from_program(self.program, self.shape, block_size, self.device)
+            self._regridded[block_size] = replace(made, offset=self.offset)
         return self._regridded[block_size]
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The map and the tensors that its mask captures, on another device."""
+        self.check_unchanged()
         captures = tuple(c.to(device) for c in self.program.captures)
         program = replace(self.program, captures=captures)
-        runs = self.runs.to(device)
-        return BlockMask(self.shape, self.block_size, program, runs, _versions(program))
+        return replace(self, program=program, runs=self.runs.to(device))
 
     def check_unchanged(self) -> None:
         """Raise if a captured tensor was changed in place since the map was made."""
-        if _versions(self.program) != self.versions:
+        if not is_fresh(self._made_from, self.program):
             raise BlockMaskError(
                 f"a tensor captured by {self.program.name} was changed in place after its block "
                 "mask was made: make the block mask again"
@@ -167,33 +203,10 @@ class BlockMask:
 
     def as_tuple(self) -> tuple[Any, ...]:
         """(Q_LEN, KV_LEN, the eight index lists, BLOCK_SIZE, mask_mod), as torch orders them."""
-        views = [getattr(self, name) for name in lists.VIEWS]
-        return (*self.seq_lengths, *views, self.block_size, self.mask_mod)
-
-    def to_string(self, grid_size: int | tuple[int, int] = 20, limit: int = 4) -> str:
-        """Pictures of the first `limit` planes, at most grid_size rows and columns each."""
-        size = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
-        tiles = self.tiles().flatten(0, 1)
-        planes = [draw_tiles(plane, *size) for plane in tiles[:limit]]
-        more = [f"... {len(tiles) - limit} more"] if len(tiles) > limit else []
-        return "\n\n".join(planes + more)
+        index_lists = [getattr(self, name) for name in lists.VIEWS]
+        return (*self.seq_lengths, *index_lists, self.block_size, self.mask_mod)
 
     def __str__(self) -> str:
-        empty, partial, full = self.counts()
-        return (
-            f"BlockMask(shape={self.shape}, block_size={self.block_size}, {empty} empty, "
-            f"{partial} partial, {full} full, sparsity={self.sparsity():.2f}%)\n{self.to_string()}"
-        )
+        return views.describe(self)
 
     __repr__ = __str__
-
-
-def _grid(program: Program, shape: tuple[int, int, int, int], block_size: tuple[int, int]) -> Grid:
-    """Planes only for the axes that the mask reads."""
-    batch = shape[0] if "b" in program.reads else min(shape[0], 1)
-    heads = shape[1] if "h" in program.reads else min(shape[1], 1)
-    return Grid(batch, heads, *shape[2:], *block_size)
-
-
-def _versions(program: Program) -> tuple[int, ...]:
-    return tuple(c._version if not c.is_inference() else 0 for c in program.captures)

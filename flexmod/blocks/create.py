@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,8 +66,7 @@ def create_block_mask(
         return mask
     table = mask.runs.table.clone()
     table[:, 2] = PARTIAL
-    runs = Runs(mask.runs.indptr, table)
-    return BlockMask(mask.shape, mask.block_size, program, runs, mask.versions)
+    return replace(mask, runs=Runs(mask.runs.spans, table))
 
 
 def create_mask(

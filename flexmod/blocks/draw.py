@@ -37,14 +37,14 @@ def draw_tiles(tiles: Tensor, max_rows: int = 64, max_columns: int = 64) -> str:
     """
     if not tiles.numel():
         return ""
-    cells = _coarser(tiles, max_rows, max_columns).tolist()
+    cells = coarser(tiles, max_rows, max_columns).tolist()
     if len(cells) % 2:
         cells.append([EMPTY] * len(cells[-1]))
     halves = zip(cells[::2], cells[1::2], strict=True)
     return "\n".join("".join(GLYPHS[pair] for pair in zip(*two, strict=True)) for two in halves)
 
 
-def _coarser(tiles: Tensor, max_rows: int, max_columns: int) -> Tensor:
+def coarser(tiles: Tensor, max_rows: int, max_columns: int) -> Tensor:
     """Groups of blocks as one cell each, so that at most max_rows x max_columns remain."""
     rows, columns = tiles.shape
     step = (-(-rows // max_rows), -(-columns // max_columns))

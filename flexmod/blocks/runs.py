@@ -10,91 +10,123 @@ import torch
 from torch import Tensor
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+DOUBT = 3  # while a map is made: not looked at yet
 
 
-class Pieces(NamedTuple):
-    """Rectangles one row high: int64 tensors of one length, in any order, not overlapping."""
+class Segments(NamedTuple):
+    """Neighbouring blocks of one row and one kind: integer tensors of one length."""
 
     row: Tensor
     start: Tensor  # first block column
     stop: Tensor  # one past the last
-    kind: Tensor  # PARTIAL or FULL
+    kind: Tensor
+
+    def take(self, index: Tensor) -> Segments:
+        return Segments(*(x.index_select(0, index) for x in self))
+
+    def blocks(self) -> Segments:
+        """One segment a block."""
+        lengths = self.stop - self.start
+        index = torch.arange(len(lengths), device=lengths.device)
+        owner = self.take(index.repeat_interleave(lengths))
+        within = torch.arange(len(owner.row), device=lengths.device)
+        first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        column = owner.start + (within - first)
+        return Segments(owner.row, column, column + 1, owner.kind)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Live blocks of every row, compressed: row r owns entries indptr[r] : indptr[r + 1].
+    """Live blocks of every row: row r owns the entries spans[r, 0] : spans[r, 1] of the table.
 
-    Rows are (plane, query block) flattened, where a plane is one (batch, head) of the map. In a
-    row, runs ascend and never touch a neighbour of the same kind.
+    Rows are (plane, query block) flattened, where a plane is one (batch, head) of the map. Rows
+    that are alike may own the same entries. In a row, runs ascend and do not overlap; an entry
+    may be empty (start == stop).
     """
 
-    indptr: Tensor  # int32 [rows + 1]
+    spans: Tensor  # int32 [rows, 2]
     table: Tensor  # int32 [runs, 3]: start, stop (block columns), kind
 
     @staticmethod
-    def from_pieces(pieces: Pieces, rows: int, columns: int) -> Runs:
-        """Sort by row and column, and join neighbours of one kind."""
-        order = torch.argsort(pieces.row * (columns + 1) + pieces.start)
-        row, start, stop, kind = (x[order] for x in pieces)
-        fresh = torch.ones_like(row, dtype=torch.bool)
-        fresh[1:] = (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
-        first = fresh.nonzero().flatten()
-        last = torch.cat([first[1:], first.new_tensor([len(row)])])[: len(first)] - 1
-        counts = torch.bincount(row[first], minlength=rows)
-        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    def from_segments(segments: Segments, rows: int, columns: int) -> Runs:
+        """From live segments in any order that do not overlap."""
+        wide = rows * (columns + 1) >= 2**31 or columns >= 2**29
+        dtype = torch.int64 if wide else torch.int32
+        row, start, stop, kind = (x.to(dtype) for x in segments)
+        key, order = (row * (columns + 1) + start).sort()
+        rest = (stop * 4 + kind)[order]
+        row = key.div(columns + 1, rounding_mode="trunc")
+        return Runs.from_sorted(Segments(row, key - row * (columns + 1), rest >> 2, rest & 3), rows)
+
+    @staticmethod
+    def from_sorted(segments: Segments, rows: int) -> Runs:
+        """From live segments by row and column; neighbours of one kind are joined."""
+        row, start, stop, kind = segments
+        if not len(row):
+            return Runs.nothing(rows, row.device)
+        seam = (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
+        seam = (seam.nonzero().flatten() + 1).to(torch.int64)
+        first = torch.cat([seam.new_zeros(1), seam])
+        last = torch.cat([seam - 1, seam.new_full((1,), len(row) - 1)])
         table = torch.stack([start[first], stop[last], kind[first]], 1).int()
-        return Runs(indptr, table.contiguous())
+        owner = row[first].contiguous()
+        each = torch.arange(rows, device=row.device, dtype=owner.dtype)
+        ends = [torch.searchsorted(owner, each, right=right) for right in (False, True)]
+        return Runs(torch.stack(ends, 1).int(), table)
 
     @staticmethod
     def from_tiles(tiles: Tensor) -> Runs:
         """From a table of kinds [rows, columns]."""
         row, column = tiles.nonzero(as_tuple=True)
-        pieces = Pieces(row, column, column + 1, tiles[row, column].long())
-        return Runs.from_pieces(pieces, *tiles.shape)
+        return Runs.from_sorted(
+            Segments(row, column, column + 1, tiles[row, column].long()), len(tiles)
+        )
+
+    @staticmethod
+    def nothing(rows: int, device: torch.device) -> Runs:
+        return Runs(
+            torch.zeros(rows, 2, dtype=torch.int32, device=device),
+            torch.zeros(0, 3, dtype=torch.int32, device=device),
+        )
 
     @property
     def rows(self) -> int:
-        return len(self.indptr) - 1
+        return len(self.spans)
 
     @cached_property
     def host(self) -> list[list[tuple[int, int, bool]]]:
         """Per row (start, stop, is_full), on the host: what the CPU engine walks."""
-        indptr, table = self.indptr.tolist(), self.table.tolist()
-        spans = zip(indptr, indptr[1:], strict=False)
-        return [[(a, b, k == FULL) for a, b, k in table[i:j]] for i, j in spans]
+        entries = [(a, b, k == FULL) for a, b, k in self.table.tolist()]
+        return [[e for e in entries[i:j] if e[0] < e[1]] for i, j in self.spans.tolist()]
 
-    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, column, kind) of every live block, int64, by row."""
-        lengths = (self.table[:, 1] - self.table[:, 0]).long()
-        runs_a_row = (self.indptr[1:] - self.indptr[:-1]).long()
-        row = torch.arange(self.rows, device=lengths.device).repeat_interleave(runs_a_row)
-        within = torch.arange(int(lengths.sum()), device=lengths.device)
-        within = within - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        column = self.table[:, 0].long().repeat_interleave(lengths) + within
-        kind = self.table[:, 2].long().repeat_interleave(lengths)
-        return row.repeat_interleave(lengths), column, kind
+    def segments(self) -> Segments:
+        """All runs with their rows, int64, by row and column."""
+        first, last = self.spans.long().unbind(1)
+        counts = last - first
+        row = torch.arange(self.rows, device=counts.device).repeat_interleave(counts)
+        within = torch.arange(len(row), device=counts.device)
+        within = within - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        return Segments(row, *self.table[first[row] + within].long().unbind(1))
 
     def tiles(self, columns: int) -> Tensor:
         """The table of kinds, int8 [rows, columns]."""
-        row, column, kind = self.blocks()
-        tiles = torch.zeros(self.rows, columns, dtype=torch.int8, device=row.device)
-        tiles[row, column] = kind.to(torch.int8)
-        return tiles
-
-    def transposed(self, planes: int, columns: int) -> Runs:
-        """The runs of query blocks in each column of key blocks."""
-        row, column, kind = self.blocks()
-        rows = self.rows // max(planes, 1)
-        plane, row = row // max(rows, 1), row % max(rows, 1)
-        pieces = Pieces(plane * columns + column, row, row + 1, kind)
-        return Runs.from_pieces(pieces, planes * columns, rows)
+        row, start, stop, kind = self.segments()
+        # Kinds as differences between neighbours: a sum along the row restores them.
+        steps = torch.zeros(self.rows, columns + 1, dtype=torch.int8, device=row.device)
+        kind = kind.to(torch.int8)
+        steps.index_put_((row, start), kind, accumulate=True)
+        steps.index_put_((row, stop), -kind, accumulate=True)
+        return steps[:, :columns].cumsum(1, dtype=torch.int8)
 
     def counts(self) -> tuple[int, int]:
         """How many blocks are partial and how many are full."""
-        lengths = (self.table[:, 1] - self.table[:, 0]).long()
-        full = int((lengths * (self.table[:, 2] == FULL)).sum())
-        return int(lengths.sum()) - full, full
+        _, start, stop, kind = self.segments()
+        full = int(((stop - start) * (kind == FULL)).sum())
+        return int((stop - start).sum()) - full, full
+
+    def rows_at(self, index: Tensor | slice) -> Runs:
+        """Some of the rows; the table is shared."""
+        return Runs(self.spans[index], self.table)
 
     def to(self, device: torch.device | str) -> Runs:
-        return Runs(self.indptr.to(device), self.table.to(device))
+        return Runs(self.spans.to(device), self.table.to(device))

@@ -45,12 +45,10 @@ class Accumulator:
         outputs: tuple[Tensor, ...],
         indices: dict[str, Tensor],
         shape: torch.Size,  # [b, h, rows, keys] of the step
-        hidden: Tensor | None,
+        unseen: Tensor,  # where the weight is 0
     ) -> None:
         """Add what one load receives in one step."""
-        value = outputs[load.value].expand(shape)
-        if hidden is not None:
-            value = value.masked_fill(hidden, 0.0)
+        value = outputs[load.value].expand(shape).masked_fill(unseen, 0.0)
         where = self._flat_index(load, outputs)
         if self.diagonal[load]:
             value = _diagonal_sums(value)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from flexmod.errors import ArgumentError, BackendError
 from flexmod.kernels.problem import (
@@ -27,6 +28,14 @@ _warned: set[str] = set()
 Returned = TypeVar("Returned")
 
 
+class Choice(NamedTuple):
+    """An engine, and whether the caller asked for it: then nothing else may serve the call."""
+
+    name: str
+    is_forced: bool
+
+
+@cache
 def backend(name: str) -> ModuleType:
     """The module of an engine; Triton is imported by the one that needs it, when it is called."""
     if name not in BACKENDS:
@@ -44,43 +53,39 @@ def refusals(problem: Problem) -> dict[str, str | None]:
     return found
 
 
-def choose(problem: Problem, wanted: str | None = None) -> str:
+def choose(problem: Problem, wanted: str | None = None) -> Choice:
     """The engine asked for, or the first that does not refuse.
 
     Raises:
         BackendError: the engine asked for refuses; the text says why.
     """
-    if wanted is not None:
-        reason = backend(wanted).refuses(problem)
-        if reason is not None:
-            raise BackendError(f"backend {wanted!r} cannot serve this call: {reason}")
-        return wanted
-    return next(name for name, reason in refusals(problem).items() if reason is None)
+    if wanted is None:
+        return Choice(next(n for n, reason in refusals(problem).items() if reason is None), False)
+    reason = backend(wanted).refuses(problem)
+    if reason is not None:
+        raise BackendError(f"backend {wanted!r} cannot serve this call: {reason}")
+    return Choice(wanted, True)
 
 
-def forward(problem: Problem, inputs: Inputs, wanted: str | None = None) -> Result:
-    """Run the chosen engine; if a kernel cannot be built, the next one, with one warning."""
-    name = choose(problem, wanted)
+def forward(problem: Problem, inputs: Inputs, choice: Choice) -> Result:
+    """Run an engine; if a kernel cannot be built, the cpu engine, with one warning."""
     if problem.is_empty:
         return empty_result(problem, inputs)
-    return _run(name, wanted, lambda engine: engine.forward(problem, inputs))
+    return _run(choice, lambda engine: engine.forward(problem, inputs))
 
 
-def backward(
-    problem: Problem, inputs: Inputs, saved: Saved, wanted: str | None = None
-) -> Gradients:
-    """Gradients of a call, by the engine that serves its forward."""
-    name = choose(problem, wanted)
+def backward(problem: Problem, inputs: Inputs, saved: Saved, choice: Choice) -> Gradients:
+    """Gradients of a call, by the engine that served its forward."""
     if problem.is_empty:
         return empty_gradients(problem, inputs)
-    return _run(name, wanted, lambda engine: engine.backward(problem, inputs, saved))
+    return _run(choice, lambda engine: engine.backward(problem, inputs, saved))
 
 
-def _run(name: str, wanted: str | None, call: Callable[[ModuleType], Returned]) -> Returned:
+def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:
     try:
-        return call(backend(name))
+        return call(backend(choice.name))
     except BackendError as error:
-        if wanted is not None:
+        if choice.is_forced:
             raise
         if str(error) not in _warned:
             _warned.add(str(error))

@@ -32,21 +32,25 @@ class Result(NamedTuple):
 class Saved(NamedTuple):
     """What a backward needs beside the inputs.
 
-    lse and delta [B, Hq, Q] in `work_dtype`; d_out [B, Hq, Q, Ev]. delta is
-    rowsum(out * d_out) - d_lse: what is subtracted from d_out @ value^T.
+    out and d_out [B, Hq, Q, Ev]; lse and, where it has one, its gradient [B, Hq, Q] in `work_dtype`.
     """
 
+    out: Tensor
     lse: Tensor
-    delta: Tensor
     d_out: Tensor
+    d_lse: Tensor | None
 
 
 class Gradients(NamedTuple):
-    """Of query, key and value, in `work_dtype` or the input's dtype; of captured tensors by slot."""
+    """Of query, key and value, in `work_dtype` or the input's dtype; of captured tensors by slot.
+
+    delta [B, Hq, Q], rowsum(out * d_out) - d_lse, is what the gradient of a sink is made of.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    delta: Tensor
     captures: dict[int, Tensor]
 
 
@@ -110,7 +114,10 @@ def empty_gradients(problem: Problem, inputs: Inputs) -> Gradients:
     if problem.gradient is not None and problem.score is not None:
         slots = {load.slot for load in problem.gradient.loads}
         captured = {slot: torch.zeros_like(problem.score.captures[slot]) for slot in slots}
-    return Gradients(*(torch.zeros_like(x) for x in inputs), captured)
+    shape = (problem.batch, problem.heads, problem.q_len)
+    delta = torch.zeros(shape, dtype=problem.work_dtype, device=problem.device)
+    query, key, value = (torch.zeros_like(x) for x in inputs)
+    return Gradients(query, key, value, delta, captured)
 
 
 def new_output(problem: Problem, query: Tensor) -> Tensor:
@@ -123,4 +130,5 @@ def new_output(problem: Problem, query: Tensor) -> Tensor:
 
 def stride_order(x: Tensor) -> list[int]:
     """The axes of a tensor from the slowest to the fastest."""
-    return sorted(range(x.ndim), key=lambda axis: (-x.stride(axis), axis))
+    strides = x.stride()
+    return sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis))

@@ -22,7 +22,8 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     key, value = (_per_query_head(x.to(work), problem) for x in (inputs.key, inputs.value))
     score = query @ key.transpose(-1, -2) * problem.scale
     score = visible_scores(problem, score)
-    top = score.detach().amax(-1, keepdim=True)
+    lowest = score.new_full((*score.shape[:-1], 1), -torch.inf)
+    top = score.detach().amax(-1, keepdim=True) if problem.kv_len else lowest
     sink = None if problem.sink is None else problem.sink.to(work).view(-1, 1, 1)
     highest = top if sink is None else torch.maximum(top, sink.detach())
     origin = torch.where(highest == -torch.inf, 0.0, highest)  # a row that sees nothing

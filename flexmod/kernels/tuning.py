@@ -5,19 +5,20 @@ To add a tuning row, put it before the more general ones of `ROWS`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from flexmod.kernels.problem import Problem
+from flexmod.program import dependence
 
 SMALLEST = 16  # tensor cores take no smaller tile
+HINTS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # kernel_options, as fields of Tiles
 _BARRIERS = 1024  # bytes of shared memory that a compiler may add
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Sizes for one kernel: query rows and keys of a tile, warps, pipeline stages."""
 
     q: int
@@ -35,7 +36,8 @@ class Target(NamedTuple):
 
 class Row(NamedTuple):
     """Tiles of a kernel for targets whose arch starts with `arch`, types up to `itemsize` bytes
-    and padded head dimensions up to `dim`."""
+    and padded head dimensions up to `dim`. `kernel` may be part of a kernel's name; those of mods
+    that gather end in "_gather"."""
 
     kernel: str
     arch: str
@@ -46,13 +48,16 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("forward", "interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
+    Row("forward_gather", "sm_10", 2, 128, Tiles(64, 32, 8, 2)),
+    Row("forward_gather", "", 2, 64, Tiles(64, 64, 4, 2)),
+    Row("forward_gather", "", 2, 128, Tiles(64, 64, 8, 2)),
     Row("forward", "sm_9", 2, 64, Tiles(128, 64, 4, 3)),
     Row("forward", "sm_9", 2, 128, Tiles(128, 64, 8, 3)),
     Row("forward", "sm_9", 2, 256, Tiles(128, 64, 8, 2)),
-    Row("forward", "sm_10", 2, 64, Tiles(128, 64, 4, 3)),
-    Row("forward", "sm_10", 2, 128, Tiles(128, 64, 8, 2)),
+    Row("forward", "sm_10", 2, 64, Tiles(128, 64, 8, 3)),
+    Row("forward", "sm_10", 2, 128, Tiles(64, 64, 8, 2)),
     Row("forward", "gfx", 2, 128, Tiles(128, 64, 4, 1)),
-    Row("forward", "", 2, 64, Tiles(128, 64, 4, 3)),
+    Row("forward", "", 2, 64, Tiles(128, 64, 8, 3)),
     Row("forward", "", 2, 128, Tiles(128, 64, 8, 2)),
     Row("forward", "", 2, 256, Tiles(64, 32, 4, 2)),
     Row("forward", "", 2, 512, Tiles(32, 32, 4, 1)),
@@ -76,51 +81,64 @@ def padded(dim: int) -> int:
     return max(SMALLEST, 1 << (dim - 1).bit_length())
 
 
-def shared_bytes(kernel: str, tiles: Tiles, problem: Problem) -> int:
+def shared_bytes(kernel: str, tiles: Tiles, dims: tuple[int, int], itemsize: int) -> int:
     """Shared memory of a kernel: the tiles that stay, those of each stage, and barriers.
 
     Backward kernels also pass two score tiles through shared memory.
     """
-    head, value = padded(problem.head_dim), padded(problem.value_dim)
+    head, value = dims
     stay, stream = tiles.q * head, tiles.kv * (head + value)
     scores = 0
-    if kernel == "backward_query":
+    if kernel.startswith("backward_query"):
         stay, scores = tiles.q * (head + value), 2 * tiles.q * tiles.kv
-    elif kernel == "backward_key":
+    elif kernel.startswith("backward_key"):
         stay, stream = stream, tiles.q * (head + value)
         scores = 2 * tiles.q * tiles.kv
-    return (stay + tiles.stages * stream + scores) * problem.dtype.itemsize + _BARRIERS
+    return (stay + tiles.stages * stream + scores) * itemsize + _BARRIERS
+
+
+def gathers(problem: Problem) -> bool:
+    """Whether score_mod reads a table element by element, which takes registers for addresses."""
+    return problem.score is not None and dependence.gathers(problem.score)
 
 
 def plan(problem: Problem, target: Target, kernel: str) -> Tiles | None:
     """The tiles of a kernel for a problem; None if no tiles fit (see `refuses` of the engine)."""
-    dim = max(padded(problem.head_dim), padded(problem.value_dim))
-    itemsize = problem.dtype.itemsize
+    kernel = f"{kernel}_gather" if gathers(problem) else kernel
+    dims = (padded(problem.head_dim), padded(problem.value_dim))
+    lengths = (padded(problem.q_len), padded(problem.kv_len))
+    hints = tuple(problem.options.get(name) for name in HINTS)
+    return _plan(kernel, target, dims, problem.dtype.itemsize, lengths, hints)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    kernel: str,
+    target: Target,
+    dims: tuple[int, int],
+    itemsize: int,
+    lengths: tuple[int, int],
+    hints: tuple[int | None, ...],
+) -> Tiles | None:
     fitting = [
         row.tiles
         for row in ROWS
-        if kernel.startswith(row.kernel)
+        if row.kernel in kernel
         and target.arch.startswith(row.arch)
         and itemsize <= row.itemsize
-        and dim <= row.dim
+        and max(dims) <= row.dim
     ]
     if not fitting:
         return None
-    tiles = _hinted(fitting[0], problem)
-    while shared_bytes(kernel, tiles, problem) > target.shared:
+    q, kv, warps, stages = (hint or own for hint, own in zip(hints, fitting[0], strict=True))
+    # Short sequences need no large tiles.
+    tiles = Tiles(min(q, lengths[0]), min(kv, lengths[1]), warps, stages)
+    while shared_bytes(kernel, tiles, dims, itemsize) > target.shared:
         smaller = _smaller(tiles)
         if smaller is None:
             return None
         tiles = smaller
     return tiles
-
-
-def _hinted(tiles: Tiles, problem: Problem) -> Tiles:
-    """kernel_options steer the tiles; short sequences need no large ones."""
-    hints = problem.options
-    q = min(hints.get("BLOCK_M", tiles.q), padded(problem.q_len))
-    kv = min(hints.get("BLOCK_N", tiles.kv), padded(problem.kv_len))
-    return Tiles(q, kv, hints.get("num_warps", tiles.warps), hints.get("num_stages", tiles.stages))
 
 
 def _smaller(tiles: Tiles) -> Tiles | None:

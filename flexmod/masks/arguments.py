@@ -17,7 +17,7 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 def whole(name: str, value: Any, low: int | None = 1, otherwise: str = "") -> int:
     """`value` as a Python int of at least `low`. `True` is refused: as a length it is a slip."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        if low is None or value >= low:
+        if low is None or int(value) >= low:
             return int(value)
     limit = "" if low is None else f" >= {low}"
     raise ArgumentError(f"{name} must be an integer{limit}{otherwise}, got {value!r}")

@@ -102,17 +102,14 @@ def shift(mod: Callable, q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0
     arity = check_arity("shift", (mod,), 4, 5)
     q_start = per_batch("q_offset", q_offset, low=None)
     kv_start = per_batch("kv_offset", kv_offset, low=None)
-    if arity == 4:
 
-        def shifted(b, h, q_idx, kv_idx):
-            return mod(b, h, q_idx + q_start(b), kv_idx + kv_start(b))
+    def shifted_mask(b, h, q_idx, kv_idx):
+        return mod(b, h, q_idx + q_start(b), kv_idx + kv_start(b))
 
-    else:
+    def shifted_score(score, b, h, q_idx, kv_idx):
+        return mod(score, b, h, q_idx + q_start(b), kv_idx + kv_start(b))
 
-        def shifted(score, b, h, q_idx, kv_idx):
-            return mod(score, b, h, q_idx + q_start(b), kv_idx + kv_start(b))
-
-    return renamed(shifted, "shift", (mod,))
+    return renamed(shifted_mask if arity == 4 else shifted_score, "shift", (mod,))
 
 
 def check_arity(caller: str, mods: tuple[Any, ...], *allowed: int) -> int | None:

@@ -18,7 +18,7 @@ PerHead = float | Tensor | Sequence[float]
 
 
 def whole(name: str, value: Any, low: int = 1) -> int:
-    if isinstance(value, Integral) and not isinstance(value, bool) and value >= low:
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= low:
         return int(value)
     raise ArgumentError(f"{name} must be an integer >= {low}, got {value!r}")
 

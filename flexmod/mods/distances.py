@@ -36,7 +36,7 @@ def alibi(
     Example: `alibi(4)`: head 0 takes 1/4 from the score for each step back. Source: ALiBi (2021).
     """
     if isinstance(slopes, Integral):
-        table = alibi_slopes(slopes, device)
+        table = alibi_slopes(int(slopes), device)
     else:
         table = reals("slopes", slopes, ("[H]",), device)
 

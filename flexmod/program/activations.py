@@ -13,19 +13,20 @@ from flexmod.program.proxy import named, record
 @named("relu")
 def relu(x: Any, inplace: bool = False) -> Any:
     _refuse_inplace(inplace)
-    return clamp(x, 0)
+    return where(x <= 0, x.new_zeros(()), x)
 
 
 @named("relu6")
 def relu6(x: Any, inplace: bool = False) -> Any:
-    _refuse_inplace(inplace)
-    return clamp(x, 0, 6)
+    return hardtanh(x, 0, 6, inplace)
 
 
 @named("hardtanh")
 def hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    """Its gradient at a limit is 0, unlike clamp's."""
     _refuse_inplace(inplace)
-    return clamp(x, min_val, max_val)
+    low, high = x.new_full((), min_val), x.new_full((), max_val)
+    return where(x <= low, low, where(x >= high, high, x))
 
 
 @named("leaky_relu")
@@ -67,6 +68,6 @@ def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     )
 
 
-@named("logsigmoid")
+@named("logsigmoid", "log_sigmoid")
 def logsigmoid(x: Any) -> Any:
-    return clamp(x, None, 0) - record("log1p", record("exp", -abs(x)))
+    return record("minimum", x, x.new_zeros(())) - record("log1p", record("exp", -abs(x)))

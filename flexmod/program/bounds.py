@@ -26,7 +26,7 @@ def bounds(
 
     def leaf(_: int, instruction: Instruction, args: tuple[Interval, ...]) -> Interval:
         if instruction.op == "number":
-            value = intervals.point(program.numbers[instruction.attr])  # type: ignore[index]
+            value = intervals.point(program.numbers[instruction.attr])
             return intervals.settle(value, instruction.dtype)
         if instruction.op == "input":
             name = str(instruction.attr)
@@ -38,7 +38,7 @@ def bounds(
             source = program.instructions[instruction.args[0]].dtype
             if instruction.op == "cast":
                 return intervals.convert(args[0], source, instruction.dtype)
-            return intervals.settle(args[0], instruction.attr)  # type: ignore[arg-type]
+            return intervals.settle(args[0], instruction.attr)
         return intervals.settle(TABLE[instruction.op].bounds(*args), instruction.dtype)
 
     return interpret(program, leaf, apply)
@@ -48,38 +48,57 @@ class Pyramid:
     """Range minimum and maximum of an integer or boolean table along its last axis.
 
     Level j holds the extremes of aligned groups of 2**j entries, two tables' worth of memory in
-    all. A range is answered from at most nine groups around it, so the answer may be a little
-    wide, never narrow; it is exact for aligned power-of-two ranges.
+    all. A range is answered from one group if it is one, else from at most nine groups around it:
+    the answer may be a little wide, never narrow.
     """
 
-    GROUPS = 8
+    GROUPS = 3  # log2 of how many groups a range that is not one group itself is cut into
 
     def __init__(self, table: Tensor) -> None:
         self.length = table.shape[-1]
-        low = high = table.reshape(-1, self.length).long()
+        low = high = table.reshape(-1, self.length)
+        if table.dtype == torch.bool:
+            low = high = low.to(torch.uint8)
         self.levels = [(low, high)]
         while low.shape[-1] > 1:
             if low.shape[-1] % 2:
                 low = torch.cat([low, low[:, -1:]], -1)
                 high = torch.cat([high, high[:, -1:]], -1)
-            low, high = low.unflatten(-1, (-1, 2)).amin(-1), high.unflatten(-1, (-1, 2)).amax(-1)
+            low = torch.minimum(low[:, ::2], low[:, 1::2])
+            high = torch.maximum(high[:, ::2], high[:, 1::2])
             self.levels.append((low, high))
 
     def query(self, row: Tensor, lo: Tensor, hi: Tensor) -> Interval:
-        """Extremes over entries lo..hi (inclusive, in range) of the given rows; shape [cells]."""
+        """Extremes over entries lo..hi (inclusive, in range) of the given rows, int64 [cells]."""
         row, lo, hi = torch.broadcast_tensors(row, lo, hi)
-        spans = (hi - lo + 1).double()
-        wanted = torch.ceil(torch.log2(spans / self.GROUPS)).clamp(0, len(self.levels) - 1).long()
-        low, high = torch.empty_like(lo), torch.empty_like(lo)
-        for level in wanted.unique().tolist():
-            chosen = wanted == level
-            lows, highs = self.levels[level]
-            first, last = lo[chosen] >> level, hi[chosen] >> level
-            steps = torch.arange(self.GROUPS + 1, device=lo.device)
-            groups = torch.minimum(first[:, None] + steps, last[:, None])
-            low[chosen] = lows[row[chosen][:, None], groups].amin(-1)
-            high[chosen] = highs[row[chosen][:, None], groups].amax(-1)
+        if not lo.numel():
+            return Interval(lo.long(), lo.long())
+        level = torch.log2((hi - lo + 1).double()).ceil().to(lo.dtype)
+        whole = (lo >> level << level == lo) & (hi >> level == lo >> level)
+        whole &= (hi == self.length - 1) | ((hi + 1) >> level << level == hi + 1)
+        finer = (level - self.GROUPS).clamp(min=0)
+        level = torch.where(whole.all(), level, finer)
+        steps = (hi >> level) - (lo >> level)
+        lowest, highest, most = torch.stack([level.amin(), level.amax(), steps.amax()]).tolist()
+        if lowest == highest:
+            return self._groups(lowest, most, row, lo, hi)
+        low, high = torch.empty_like(lo, dtype=torch.long), torch.empty_like(lo, dtype=torch.long)
+        for each in range(lowest, highest + 1):
+            some = (level == each).nonzero().flatten()
+            low[some], high[some] = self._groups(each, most, row[some], lo[some], hi[some])
         return Interval(low, high)
+
+    def _groups(self, level: int, steps: int, row: Tensor, lo: Tensor, hi: Tensor) -> Interval:
+        """Extremes of the groups of one level that ranges touch, at most steps + 1 each."""
+        lows, highs = self.levels[level]
+        base = row * lows.shape[-1]
+        first, last = base + (lo >> level), base + (hi >> level)
+        low, high = lows.reshape(-1)[first], highs.reshape(-1)[first]
+        for step in range(1, steps + 1):
+            group = torch.minimum(first + step, last)
+            low = torch.minimum(low, lows.reshape(-1)[group])
+            high = torch.maximum(high, highs.reshape(-1)[group])
+        return Interval(low.long(), high.long())
 
 
 def table_ranges(program: Program) -> LoadRule:
@@ -87,23 +106,29 @@ def table_ranges(program: Program) -> LoadRule:
     pyramids: dict[int, Pyramid] = {}
 
     def load(instruction: Instruction, indices: tuple[Interval, ...]) -> Interval:
-        slot = instruction.attr.slot  # type: ignore[union-attr]
+        slot, modes = instruction.attr
         tensor = program.captures[slot]
         whole = intervals.anything(instruction.dtype)
         if instruction.dtype.is_floating_point or not tensor.numel():
             return whole
-        wrapped = [_wrap(i, n) for i, n in zip(indices, tensor.shape, strict=True)]
-        shape = torch.broadcast_shapes(*(i.lo.shape for i, _ in wrapped), torch.Size([1]))
-        known = torch.ones(shape, dtype=torch.bool, device=tensor.device)
-        row = torch.zeros(shape, dtype=torch.long, device=tensor.device)
-        for axis, (index, inside) in enumerate(wrapped):
-            known = known & inside
-            if axis < tensor.ndim - 1:
-                known = known & (index.lo == index.hi)  # rows are single values
-                row = row * tensor.shape[axis] + index.lo
+        row = torch.zeros(1, dtype=torch.long, device=tensor.device)
+        known: Tensor | None = None  # None: everywhere
+        last = intervals.point(0)
+        for axis, (index, mode, length) in enumerate(
+            zip(indices, modes, tensor.shape, strict=True)
+        ):
+            last = index
+            if mode != "proven":
+                last, inside = _wrap(index, length)
+                known = inside if known is None else known & inside
+            if axis < tensor.ndim - 1:  # rows are single values
+                single = last.lo == last.hi
+                known = single if known is None else known & single
+                row = row * length + last.lo
         if slot not in pyramids:
             pyramids[slot] = Pyramid(tensor if tensor.ndim else tensor.reshape(1))
-        last = wrapped[-1][0] if wrapped else intervals.point(0)
+        if known is None:
+            return pyramids[slot].query(row, last.lo, last.hi)
         lo, hi = pyramids[slot].query(torch.where(known, row, 0), last.lo, last.hi)
         return Interval(torch.where(known, lo, whole.lo), torch.where(known, hi, whole.hi))
 

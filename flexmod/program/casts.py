@@ -31,20 +31,13 @@ def _install_methods() -> None:
 _install_methods()
 
 
-@named("to", "type")
+@named("to", "type", "type_as")
 def to(x: Proxy, *args: Any, **kwargs: Any) -> Proxy:
-    """`x.to(dtype)`, `x.to(device)`, `x.to(other)`: only the type matters."""
+    """`x.to(dtype)`, `x.to(device)`, `x.to(other)`: only the type matters; `other` is its dtype."""
     for value in [*args, *kwargs.values()]:
         if isinstance(value, torch.dtype):
             return x.recorder.cast(x, value)
-        if isinstance(value, Proxy | torch.Tensor):
-            return x.recorder.cast(x, value.dtype)
     return x
-
-
-@named("type_as")
-def type_as(x: Proxy, other: Any) -> Proxy:
-    return x.recorder.cast(x, other.dtype)
 
 
 @named("clone", "contiguous", "cpu", "cuda", "view_as", "squeeze", "reshape", "view", "__pos__",
@@ -64,13 +57,19 @@ def full(x: Proxy, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
 
 
 @named("new_zeros", "zeros_like")
-def zeros(x: Proxy, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Proxy:
-    return full(x, args[0] if args and isinstance(args[0], tuple | list) else (), 0, dtype=dtype)
+def zeros(x: Proxy, *args: Any, dtype: torch.dtype | None = None, **names: Any) -> Proxy:
+    return full(x, _shape(args, names), 0, dtype=dtype)
 
 
 @named("new_ones", "ones_like")
-def ones(x: Proxy, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Proxy:
-    return full(x, kwargs.get("size", args[0] if args else ()), 1, dtype=dtype)
+def ones(x: Proxy, *args: Any, dtype: torch.dtype | None = None, **names: Any) -> Proxy:
+    return full(x, _shape(args, names), 1, dtype=dtype)
+
+
+def _shape(args: tuple[Any, ...], names: dict[str, Any]) -> tuple[int, ...]:
+    """A shape is given as one tuple or as ints."""
+    given = names.get("size", args)
+    return tuple(given[0]) if given and isinstance(given[0], tuple | list) else tuple(given)
 
 
 @named("new_tensor")

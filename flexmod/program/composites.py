@@ -63,7 +63,10 @@ def rmod(x: Any, y: Any) -> Any:
 
 @named("fmod")
 def fmod(x: Any, y: Any) -> Any:
-    return x - div(x, y, rounding_mode="trunc") * y
+    """The remainder of the sizes is exact; the sign is that of x."""
+    size = where(x < 0, -x, x)  # not abs, whose derivative at 0 is 0
+    rest = record("mod", size, abs(y))
+    return where(x < 0, -rest, rest)
 
 
 @named("reciprocal")
@@ -76,7 +79,7 @@ def square(x: Any) -> Any:
     return x * x
 
 
-@named("pow", "__pow__", "float_power")
+@named("pow", "__pow__")
 def power(x: Any, y: Any) -> Any:
     """Small whole exponents are unrolled into products, as the value then stays exact."""
     if isinstance(y, int | float) and isinstance(x, Proxy):
@@ -92,6 +95,12 @@ def power(x: Any, y: Any) -> Any:
         if not isinstance(y, Proxy) or not y.is_floating_point():
             raise TraceError("an integer to a traced or large power: write x.float() ** y")
     return record("pow", x, y)
+
+
+@named("float_power")
+def float_power(x: Any, y: Any) -> Any:
+    base, exponent = (v.to(torch.float64) if isinstance(v, Proxy) else float(v) for v in (x, y))
+    return power(base, exponent)
 
 
 @named("__rpow__")
@@ -174,9 +183,20 @@ def _is_number(x: Any) -> bool:
 
 @named("clamp", "clip")
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """At a limit the gradient is the value's, as in torch; integers have tighter bounds instead."""
+    exact = not x.is_floating_point()
     if min is not None:
-        x = record("maximum", x, _like(x, min))
-    return x if max is None else record("minimum", x, _like(x, max))
+        low = _like(x, min)
+        x = record("maximum", x, low) if exact else where(_outside(x < low, low), low, x)
+    if max is not None:
+        high = _like(x, max)
+        x = record("minimum", x, high) if exact else where(_outside(x > high, high), high, x)
+    return x
+
+
+def _outside(beyond: Any, limit: Any) -> Any:
+    """A limit that is traced may be NaN, and then is the result."""
+    return beyond | isnan(limit) if isinstance(limit, Proxy) and limit.op != "number" else beyond
 
 
 @named("clamp_min")
@@ -196,23 +216,46 @@ def _like(x: Any, limit: Any) -> Any:
     return x.recorder.number(limit, x.recorder.common_type(x, limit))
 
 
-@named("max", "fmax")
+@named("max")
 def maximum(x: Any, other: Any) -> Any:
     return record("maximum", x, other)
 
 
-@named("min", "fmin")
+@named("min")
 def minimum(x: Any, other: Any) -> Any:
     return record("minimum", x, other)
 
 
+@named("fmax")
+def fmax(x: Any, other: Any) -> Any:
+    return _of_numbers("maximum", x, other)
+
+
+@named("fmin")
+def fmin(x: Any, other: Any) -> Any:
+    return _of_numbers("minimum", x, other)
+
+
+def _of_numbers(op: str, x: Any, y: Any) -> Any:
+    """Where one operand is NaN, the other."""
+    return where(isnan(x), y, where(isnan(y), x, record(op, x, y)))
+
+
 @named("round")
 def round_(x: Any, *, decimals: int = 0) -> Any:
-    return (
-        record("round", x)
-        if decimals == 0
-        else record("round", x * 10.0**decimals) / (10.0**decimals)
-    )
+    if not x.is_floating_point():
+        return x
+    power = 10.0**decimals
+    return record("round", x) if decimals == 0 else record("round", x * power) / power
+
+
+def _install_roundings() -> None:
+    """Integers are whole already; kernels round floats only."""
+    for op, names in (("floor", ("floor",)), ("ceil", ("ceil",)), ("trunc", ("trunc", "fix"))):
+        named(*names)(lambda x, _op=op: record(_op, x) if x.is_floating_point() else x)
+
+
+_install_roundings()
 
 
 @named("frac")
@@ -239,8 +282,7 @@ def tan(x: Any) -> Any:
 
 @named("sinh")
 def sinh(x: Any) -> Any:
-    grown = record("expm1", abs(x))
-    return record("sign", x) * 0.5 * (grown + grown / (grown + 1.0))
+    return 0.5 * (record("expm1", x) - record("expm1", -x))
 
 
 @named("cosh")
@@ -273,7 +315,11 @@ def isfinite(x: Any) -> Any:
 
 @named("lerp")
 def lerp(x: Any, end: Any, weight: Any) -> Any:
-    return x + weight * (end - x)
+    """From the nearer end, as torch does: exact at both."""
+    near_x, near_end = x + weight * (end - x), end - (end - x) * (1 - weight)
+    if _is_number(weight):
+        return near_x if abs(weight) < 0.5 else near_end
+    return where(abs(weight) < 0.5, near_x, near_end)
 
 
 @named("addcmul")

@@ -68,3 +68,12 @@ def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[
         case ("cast", [(a, b)]) if dtype in (torch.int32, torch.int64):
             return a, b
     return (0, 0) if all(f == (0, 0) for f in forms) else None
+
+
+def gathers(program: Program) -> bool:
+    """Whether a captured tensor is read at an index that depends on q_idx and kv_idx at once."""
+    lines = dependence(program)
+    return any(
+        line.op == "load" and lines[position].reads_both
+        for position, line in enumerate(program.instructions)
+    )

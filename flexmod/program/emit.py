@@ -98,7 +98,7 @@ def _load(
     valid: list[str],
 ) -> list[str]:
     """Lines that read one element; an index that may be out of range is clamped and noted."""
-    load: Load = line.attr  # type: ignore[assignment]
+    load: Load = line.attr
     tensor = program.captures[load.slot]
     base = f"{prefix}c{load.slot}"
     lines, address = [], [base]
@@ -162,5 +162,5 @@ def arguments(program: Program) -> list[Any]:
         values += [tensor.shape[axis] for axis in sorted(sized[slot])]
     for line in program.instructions:
         if line.op == "number":
-            values.append(program.numbers[line.attr])  # type: ignore[index]
+            values.append(program.numbers[line.attr])
     return values

@@ -35,11 +35,11 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
 
     def leaf(position: int, line: Instruction, args: tuple[Tensor, ...]) -> Tensor:
         if line.op == "number":
-            number = program.numbers[line.attr]  # type: ignore[index]
+            number = program.numbers[line.attr]
             return torch.tensor(number, dtype=line.dtype, device="cpu")
         if line.op == "input":
             return inputs[str(line.attr)].to(line.dtype)
-        load: Load = line.attr  # type: ignore[assignment]
+        load: Load = line.attr
         tensor = program.captures[load.slot]
         indices = []
         for index, mode, length in zip(args, load.modes, tensor.shape, strict=True):
@@ -54,7 +54,7 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
         if line.op == "cast":
             return args[0].to(line.dtype)
         if line.op == "round_to":
-            return args[0].to(line.attr).to(line.dtype)  # type: ignore[arg-type]
+            return args[0].to(line.attr).to(line.dtype)
         return TABLE[line.op].evaluate(*args)
 
     lines = interpret(program, leaf, apply)
@@ -75,7 +75,7 @@ def raise_if_invalid(program: Program, invalid: Tensor | None, counts: Tensor | 
         int((invalid if counts is None else invalid * counts).max()) if invalid.numel() else 0
     )
     if position:
-        load: Load = program.instructions[position - 1].attr  # type: ignore[assignment]
+        load: Load = program.instructions[position - 1].attr
         shape = list(program.captures[load.slot].shape)
         site = program.sites.get(position - 1, "unknown place")
         raise IndexRangeError(

@@ -8,7 +8,7 @@ import torch
 
 from flexmod.program.ir import Load, Program
 from flexmod.program.ops import TABLE
-from flexmod.program.proxy import Proxy
+from flexmod.program.proxy import Proxy, record
 from flexmod.program.record import Recorder
 
 
@@ -55,7 +55,7 @@ def differentiate(program: Program, slots: frozenset[int]) -> Gradient:
         if line.op == "input":
             of_score = gradient
         elif line.op == "load":
-            load: Load = line.attr  # type: ignore[assignment]
+            load: Load = line.attr
             if load.slot in slots:
                 found.append((load.slot, gradient, tuple(lines[a] for a in line.args)))
         elif line.op != "number":
@@ -68,7 +68,7 @@ def _replay(program: Program, recorder: Recorder) -> list[Proxy]:
     lines: list[Proxy] = []
     for line in program.instructions:
         if line.op == "number":
-            lines.append(recorder.number(program.numbers[line.attr], line.dtype))  # type: ignore[index]
+            lines.append(recorder.number(program.numbers[line.attr], line.dtype))
             continue
         attr = line.attr
         if isinstance(attr, Load):
@@ -96,7 +96,7 @@ def _propagate(
     for argument, gradient in zip(line.args, gradients, strict=False):
         if gradient is not None and program.instructions[argument].dtype.is_floating_point:
             earlier = received.get(argument)
-            received[argument] = gradient if earlier is None else earlier + gradient
+            received[argument] = gradient if earlier is None else record("add", earlier, gradient)
 
 
 def _collect(

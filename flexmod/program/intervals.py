@@ -28,8 +28,9 @@ class Interval(NamedTuple):
 
 
 def point(value: Tensor | float | int) -> Interval:
-    tensor = torch.as_tensor(value, device=None if isinstance(value, Tensor) else "cpu")
-    tensor = tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
+    real = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+    device = None if isinstance(value, Tensor) else "cpu"
+    tensor = torch.as_tensor(value, dtype=torch.float64 if real else torch.int64, device=device)
     return Interval(tensor, tensor)
 
 
@@ -103,6 +104,12 @@ def rising(fn: Callable[..., Tensor]) -> Callable[..., Interval]:
     return rule
 
 
+def sign(x: Interval) -> Interval:
+    """The sign of NaN is 0."""
+    lost = x.lo.isnan() | x.hi.isnan()
+    return Interval(torch.where(lost, -1, x.lo.sign()), torch.where(lost, 1, x.hi.sign()))
+
+
 def falling_positive(fn: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
     """Rule of a falling function of a positive operand."""
 
@@ -156,11 +163,11 @@ def floordiv(x: Interval, y: Interval) -> Interval:
 def mod(x: Interval, y: Interval) -> Interval:
     if _is_float(x):
         return unknown(x, y)
-    constant = (y.lo == y.hi) & (y.lo > 0)
+    constant = (y.lo == y.hi) & (y.lo != 0)
     divisor = torch.where(constant, y.lo, 1)
     same = torch.floor_divide(x.lo, divisor) == torch.floor_divide(x.hi, divisor)
-    lo = torch.where(same, torch.remainder(x.lo, divisor), 0)
-    hi = torch.where(same, torch.remainder(x.hi, divisor), divisor - 1)
+    lo = torch.where(same, torch.remainder(x.lo, divisor), torch.clamp(divisor + 1, max=0))
+    hi = torch.where(same, torch.remainder(x.hi, divisor), torch.clamp(divisor - 1, min=0))
     # For other divisors |x mod y| < max |y|, and the sign is that of y.
     least, most = torch.clamp(y.lo + 1, max=0), torch.clamp(y.hi - 1, min=0)
     return Interval(torch.where(constant, lo, least), torch.where(constant, hi, most))

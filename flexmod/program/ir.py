@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,9 +20,8 @@ LEAVES = ("input", "number", "load")
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One scalar operation.
+class Instruction(NamedTuple):
+    """One scalar operation. A tuple, as it is made and hashed on every trace.
 
     `op` is a row of `program.ops.TABLE` or a leaf: `input` (attr: its name), `number` (attr: its
     slot in `Program.numbers`), `load` (attr: `Load`; args: one index an axis).
@@ -31,11 +30,10 @@ class Instruction:
     op: str
     args: tuple[int, ...]  # positions of earlier instructions
     dtype: torch.dtype
-    attr: Hashable = None
+    attr: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Which captured tensor a load reads, and what is known of each index: see `specialize`."""
 
     slot: int
@@ -61,7 +59,7 @@ class Program:
     @cached_property
     def reads(self) -> frozenset[str]:
         """The variables (score, b, h, q_idx, kv_idx) that the results depend on."""
-        return frozenset(i.attr for i in self.instructions if i.op == "input")  # type: ignore[misc]
+        return frozenset(i.attr for i in self.instructions if i.op == "input")
 
     @cached_property
     def structure(self) -> Hashable:
@@ -86,9 +84,9 @@ class Program:
             case "input":
                 text = str(instruction.attr)
             case "number":
-                text = repr(self.numbers[instruction.attr])  # type: ignore[index]
+                text = repr(self.numbers[instruction.attr])
             case "load":
-                slot = instruction.attr.slot  # type: ignore[union-attr]
+                slot = instruction.attr.slot
                 indices = ", ".join(f"%{a}" for a in instruction.args)
                 text = f"capture{slot}{list(self.captures[slot].shape)}[{indices}]"
             case op:

@@ -84,7 +84,7 @@ _ROWS = [
         ("abs", "absolute", "__abs__"),
         vjp=vjp.absolute,
     ),
-    Op("sign", torch.sign, "sign({0})", bound.rising(torch.sign), ("sign", "sgn")),
+    Op("sign", torch.sign, "sign({0})", bound.sign, ("sign", "sgn")),
     Op(
         "minimum",
         torch.minimum,

@@ -21,7 +21,10 @@ LARGEST_VECTOR = 256
 _OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow
 lshift rlshift rshift rrshift and rand or ror xor rxor eq ne lt le gt ge neg pos abs invert
 matmul rmatmul""".split()
-_INPLACE = "add sub mul truediv floordiv mod pow and or xor".split()
+CHANGES_CAPTURE = "a mod changes a captured tensor in place: compute a new one instead"
+_INPLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+
+
 def named(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what records the torch functions and methods of these names."""
 
@@ -58,6 +61,11 @@ class Traced:
             raise unknown(name, FUNCTIONS)
         return lambda *args, **kwargs: dispatch(name, (self, *args), kwargs)
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TraceError(PYTHON_VALUE["__format__"])
+        return repr(self)
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -72,6 +80,10 @@ class Proxy(Traced):
     ndim = 0
     requires_grad = False
     layout = torch.strided
+
+    @property
+    def op(self) -> str:
+        return self.recorder.lines[self.position].op
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,6 +112,9 @@ class Proxy(Traced):
 
     def __repr__(self) -> str:
         return f"<traced {self.recorder.lines[self.position].op} {self.dtype}>"
+
+
+_SCALARS = (Proxy, int, float, bool)
 
 
 class View(Traced):
@@ -180,7 +195,7 @@ def index_tensor(
     kept += new_axes
     if any(pick is None for pick in kept):
         return View(recorder, view, kept)
-    return recorder.load(view, kept)  # type: ignore[arg-type]
+    return recorder.load(view, [pick for pick in kept if pick is not None])
 
 
 def _as_index(recorder: Recorder, part: Any, axis: int, length: int) -> Proxy | None:
@@ -212,23 +227,28 @@ def recorder_of(args: Any) -> Recorder:
     return None  # type: ignore[return-value]
 
 
+def inplace_base(name: str) -> str:
+    """The function whose result an in-place one writes: add_ and __iadd__ -> add, __add__."""
+    if name.startswith("__i") and name[3:-2] in _INPLACE:
+        return f"__{name[3:]}"
+    return name.removesuffix("_") if not name.endswith("__") else name
+
+
 def dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a torch function or method, known by its name, called with traced values."""
     if name == "__getitem__" and isinstance(args[0], Tensor):
         return index_tensor(recorder_of(args), args[0], [None] * args[0].ndim, args[1])
     if name in PYTHON_VALUE:
         raise TraceError(PYTHON_VALUE[name])
-    base = name
-    if name.startswith("__i") and name[3:-2] in _INPLACE:
-        base = f"__{name[3:]}"
-    elif name.endswith("_") and not name.endswith("__"):
-        base = name.removesuffix("_")
+    if name == "__setitem__":
+        raise TraceError(CHANGES_CAPTURE)
+    base = inplace_base(name)
     if base not in FUNCTIONS:
         raise unknown(name, FUNCTIONS)
     if base == name:
         return call(base, args, kwargs)
     if not isinstance(args[0], Proxy):
-        raise TraceError("a mod changes a captured tensor in place: compute a new value instead")
+        raise TraceError(CHANGES_CAPTURE)
     target = args[0]
     target.position = target.recorder.cast(call(base, args, kwargs), target.dtype).position
     return target
@@ -236,20 +256,33 @@ def dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what records `name`, with 0-dim tensors as loads and vectors element by element."""
+    if not kwargs and all(type(a) in _SCALARS for a in args):
+        return _checked(name, args, kwargs)  # the usual case, on every trace
     from flexmod.program.vectors import REDUCTIONS, elementwise, is_vector
 
     recorder = recorder_of([*args, *kwargs.values()])
+    if name in ("to", "type_as"):  # another tensor only lends its type
+        args = (args[0], *(_type_of(a) for a in args[1:]))
+        kwargs = {k: _type_of(v) for k, v in kwargs.items()}
     if name not in REDUCTIONS:
         args = tuple(_scalar(recorder, a) for a in args)
         kwargs = {k: _scalar(recorder, v) for k, v in kwargs.items()}
         if any(is_vector(a) for a in args):
             return elementwise(name, args, kwargs)
+    return _checked(name, args, kwargs)
+
+
+def _checked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return FUNCTIONS[name](*args, **kwargs)
     except TypeError as error:
         if isinstance(error, TraceError):
             raise
         raise TraceError(f"{name}: these arguments are not supported in a mod ({error})") from None
+
+
+def _type_of(value: Any) -> Any:
+    return value.dtype if isinstance(value, Tensor | Traced) else value
 
 
 def _scalar(recorder: Recorder, value: Any) -> Any:
@@ -271,7 +304,7 @@ def _install_operators() -> None:
     for dunder in dunders:
         setattr(Traced, dunder, lambda self, *args, _n=dunder: dispatch(_n, (self, *args), {}))
     for dunder, text in PYTHON_VALUE.items():
-        if dunder.startswith("__") and dunder not in ("__len__", "__iter__"):
+        if dunder.startswith("__") and dunder not in ("__len__", "__iter__", "__format__"):
             setattr(Traced, dunder, _refusal(text))
     for dunder in ("__len__", "__iter__"):
         setattr(Proxy, dunder, _refusal(PYTHON_VALUE[dunder]))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flexmod.errors import TraceError
 from flexmod.program.ir import Instruction, Load, Program
@@ -33,7 +34,7 @@ class Recorder:
         self.lines: list[Instruction] = []
         self.numbers: list[float | int] = []
         self.captures: list[Tensor] = []
-        self.sites: dict[int, Site] = {}
+        self.sites: dict[int, Site | None] = {}
         self._known: dict[Instruction, int] = {}
         self._slots: dict[Hashable, int] = {}
 
@@ -84,9 +85,8 @@ class Recorder:
         """Read one element of a captured tensor; half precision is read as float32."""
         if tensor.dtype.is_complex:
             raise TraceError(f"a captured tensor has dtype {tensor.dtype}: use a real dtype")
-        if not tensor.ndim and tensor.device.type == "cpu" and not tensor.requires_grad:
-            number = self.number(tensor.item(), _readable(tensor.dtype))
-            return number
+        if not tensor.ndim and tensor.device.type == "cpu" and not is_differentiated(tensor):
+            return self.number(tensor.item(), _readable(tensor.dtype))
         for axis, index in enumerate(indices):
             if index.dtype.is_floating_point or index.dtype == torch.bool:
                 raise TraceError(
@@ -98,13 +98,14 @@ class Recorder:
         positions = tuple(i.position for i in indices)
         load = Load(self.slot(tensor), ("check",) * tensor.ndim)
         value = self.emit("load", positions, _readable(tensor.dtype), load)
-        self.sites.setdefault(value.position, user_site())
+        if value.position not in self.sites:
+            self.sites[value.position] = user_site()
         return value
 
     def slot(self, tensor: Tensor) -> int:
         """Captures are told apart by what they show, so a view made twice is captured once."""
         key: Hashable = id(tensor)
-        if not tensor.requires_grad:
+        if not is_differentiated(tensor):
             key = (_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if key not in self._slots:
             self._slots[key] = len(self.captures)
@@ -126,7 +127,7 @@ class Recorder:
             line = self.lines[old]
             attr = line.attr
             if line.op == "number":
-                numbers.append(self.numbers[attr])  # type: ignore[index]
+                numbers.append(self.numbers[attr])
                 attr = len(numbers) - 1
             elif isinstance(attr, Load):
                 if attr.slot not in slots:
@@ -137,6 +138,13 @@ class Recorder:
         sites = {order[p]: s for p, s in self.sites.items() if p in order}
         outputs = tuple(order[r.position] for r in results)
         return Program(kind, name, tuple(lines), outputs, tuple(numbers), tuple(captures), sites)
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether a gradient, a tangent or a torch.func transform follows a tensor."""
+    if tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _address(tensor: Tensor) -> Hashable:

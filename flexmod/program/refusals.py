@@ -15,6 +15,7 @@ PYTHON_VALUE = {
     "__float__": "a traced value has no Python value: use torch functions instead of math",
     "__int__": "a traced value has no Python value: use .long() or .to(dtype) for a cast",
     "__index__": "a traced value has no Python value: index a tensor with it, not a list or range",
+    "__format__": "a traced value has no Python value: it cannot be formatted as a number",
     "__len__": "a traced value is a scalar and has no length",
     "__iter__": "a traced value is a scalar and cannot be iterated over",
     "item": "a traced value has no Python value: compute with it as a tensor",
@@ -26,7 +27,8 @@ PYTHON_VALUE["__complex__"] = PYTHON_VALUE["__float__"]
 PYTHON_VALUE["__array__"] = PYTHON_VALUE["numpy"]
 RANDOM = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
-    "multinomial", "normal", "dropout",
+    "multinomial", "normal", "dropout", "uniform", "exponential", "random", "log_normal", "cauchy",
+    "geometric",
 }  # fmt: skip
 
 

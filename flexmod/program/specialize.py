@@ -59,20 +59,20 @@ class _Narrower:
 
     def _rebuild(self, position: int, line: Instruction) -> Instruction:
         if line.op == "load":
-            load: Load = line.attr  # type: ignore[assignment]
+            load: Load = line.attr
             shape = self.program.captures[load.slot].shape
             modes = tuple(_mode(*self.ends[a], n) for a, n in zip(line.args, shape, strict=True))
             args = tuple(self.moved[a] for a in line.args)
-            return replace(line, args=args, attr=Load(load.slot, modes))
+            return line._replace(args=args, attr=Load(load.slot, modes))
         if line.op in ("input", "number", "cast"):
             dtype = self._narrow_type(line.dtype, [position])
-            return replace(line, args=tuple(self.moved[a] for a in line.args), dtype=dtype)
+            return line._replace(args=tuple(self.moved[a] for a in line.args), dtype=dtype)
         family = [a for a in line.args if self.program.instructions[a].dtype == torch.int64]
         wide = [*family, position] if line.dtype == torch.int64 else family
         narrow = self._narrow_type(torch.int64, wide)
         args = tuple(self._operand(a, narrow) if a in family else self.moved[a] for a in line.args)
         dtype = narrow if line.dtype == torch.int64 else line.dtype
-        return replace(line, op=self._natural(line), args=args, dtype=dtype)
+        return line._replace(op=self._natural(line), args=args, dtype=dtype)
 
     def _narrow_type(self, dtype: torch.dtype, positions: list[int]) -> torch.dtype:
         fits = all(

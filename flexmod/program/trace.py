@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ import flexmod.program.vectors  # noqa: F401  (these register what they record)
 from flexmod import counters
 from flexmod.errors import FlexmodError, TraceError
 from flexmod.program.ir import ARGUMENTS, Program
-from flexmod.program.proxy import Proxy, View
+from flexmod.program.proxy import CHANGES_CAPTURE, Proxy, View, inplace_base
 from flexmod.program.record import Recorder
 from flexmod.program.refusals import RANDOM
-from flexmod.program.source import definition_site, traceback_site
+from flexmod.program.source import Site, definition_site, traceback_site, user_site
 
 
 def trace(
@@ -66,14 +67,18 @@ def trace(
         recorder.emit("input", (), score_dtype if name == "score" else torch.int64, name)
         for name in ARGUMENTS[kind]
     ]
+    watch = _Watch()
     try:
-        with _Watch():
+        with watch:
             result = mod(*arguments)
+        if watch.refused is not None:  # table += 1: torch tries again after a TypeError
+            raise watch.refused
         value = _finish(recorder, kind, score_dtype, result)
     except Exception as error:
         if isinstance(error, FlexmodError) and not isinstance(error, TraceError):
             raise
-        site = traceback_site(error.__traceback__) or definition_site(mod)
+        site = watch.site if error is watch.refused else traceback_site(error.__traceback__)
+        site = site or definition_site(mod)
         raise TraceError(f"{site}\n  {_name(mod)}: {error}") from error.__cause__
     return recorder.program(kind, _name(mod), value)
 
@@ -103,28 +108,30 @@ def _finish(recorder: Recorder, kind: str, score_dtype: torch.dtype, result: Any
 
 def _check_arity(mod: Callable[..., Any], kind: str | None) -> str:
     """The kind of a mod from its arguments; refuse a mod that cannot take them."""
+    count, variadic = _positional(mod)
+    if variadic and kind is not None:
+        return kind
+    found = next((k for k, names in ARGUMENTS.items() if len(names) == count), None)
+    if found not in ("score", "mask") or (kind is not None and kind != found):
+        wanted = [kind] if kind else ["score", "mask"]
+        forms = " or ".join(f"{k}_mod({', '.join(ARGUMENTS[k])})" for k in wanted)
+        raise TraceError(f"{_name(mod)} takes {count} positional arguments; expected {forms}")
+    return found
+
+
+def _positional(mod: Callable[..., Any]) -> tuple[int, bool]:
+    """How many positional arguments have no default, and whether any number is taken."""
+    if isinstance(mod, FunctionType) and not mod.__code__.co_flags & inspect.CO_VARARGS:
+        if not hasattr(mod, "__wrapped__"):
+            return mod.__code__.co_argcount - len(mod.__defaults__ or ()), False
     target = mod.forward if isinstance(mod, torch.nn.Module) else mod
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
-        parameters = ()  # a builtin: believe the caller
-    positional = [
-        p
-        for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters) or not parameters
-    by_count = {len(names): k for k, names in ARGUMENTS.items()}
-    found = by_count.get(len(positional))
-    if variadic and kind is not None:
-        return kind
-    if found is None or (kind is not None and kind != found):
-        wanted = [kind] if kind else list(ARGUMENTS)
-        forms = " or ".join(f"{k}_mod({', '.join(ARGUMENTS[k])})" for k in wanted)
-        raise TraceError(
-            f"{_name(mod)} takes {len(positional)} positional arguments; expected {forms}"
-        )
-    return found
+        return 0, True  # a builtin: believe the caller
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in plain and p.default is p.empty]
+    return len(required), any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _name(mod: Any) -> str:
@@ -136,16 +143,23 @@ def _name(mod: Any) -> str:
 class _Watch(TorchFunctionMode):
     """Notices calls on ordinary tensors inside a mod that would silently become constants."""
 
+    refused: TraceError | None = None
+    site: Site | None = None
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in RANDOM:
-            raise TraceError(
+        if name.removesuffix("_") in RANDOM:
+            raise self._refuse(
                 f"torch's {name} in a mod would give one value for all positions: "
                 "draw random numbers outside, into a tensor, and index it"
             )
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors = any(isinstance(a, torch.Tensor) for a in args)
         traced = any(isinstance(a, Proxy | View) for a in args)
-        changes = name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__"))
+        changes = name == "__setitem__" or name != inplace_base(name)
         if changes and tensors and not traced:
-            raise TraceError("a mod changes a captured tensor in place: compute a new one instead")
+            raise self._refuse(CHANGES_CAPTURE)
         return func(*args, **(kwargs or {}))
+
+    def _refuse(self, text: str) -> TraceError:
+        self.refused, self.site = TraceError(text), user_site()
+        return self.refused

@@ -7,7 +7,8 @@ Example:
 
 from __future__ import annotations
 
+from .block_masks import check_block_mask
 from .compare import assert_matches
 from .oracle import naive, naive_same_dtype, visible
 
-__all__ = ["assert_matches", "naive", "naive_same_dtype", "visible"]
+__all__ = ["assert_matches", "check_block_mask", "naive", "naive_same_dtype", "visible"]

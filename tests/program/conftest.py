@@ -34,19 +34,21 @@ class Case:
 
 def _table() -> list[Case]:
     rows = {
-        "f i n": "abs absolute neg negative sign sgn square relu positive",
-        "f i": "exp exp2 expm1 log log1p log2 log10 sqrt rsqrt tanh sigmoid sin cos tan sinh cosh erf "
-               "reciprocal isnan isinf isfinite special.expit special.exp2 special.expm1 clone detach",
+        "f i": "abs absolute neg negative sign sgn square relu positive",
+        "i f": "exp exp2 expm1 log log1p log2 log10 sqrt rsqrt tanh sigmoid sin cos tan sinh cosh "
+               "erf reciprocal isnan isinf isfinite clone detach special.expit special.exp2 "
+               "special.expm1",
         "f": "floor ceil trunc fix frac round F.relu6 F.hardtanh F.leaky_relu F.elu F.silu F.gelu "
              "F.softplus F.logsigmoid F.sigmoid F.tanh F.relu special.erf special.log1p",
         "i": "floor ceil trunc round",
         "fg fi if ij fn ik in tf ti tr": "add mul multiply",
-        "fg fi if ij fn ik in": "sub subtract div divide true_divide maximum? minimum? max? min? rsub "
-                                "remainder floor_divide fmod",
-        "fg ff fi ij": "eq ne lt le gt ge not_equal less less_equal greater greater_equal fmax fmin",
+        "fg fi if ij fn ik in": "sub subtract div divide true_divide maximum? minimum? max? min? "
+                                "rsub remainder floor_divide fmod",
+        "fg ff fi ij": "eq ne lt le gt ge not_equal less less_equal greater greater_equal fmax "
+                       "fmin",
         "fn ik in tr": "eq ne lt le gt ge",
         "fg uf": "logaddexp",
-        "tr ij it": "bitwise_and bitwise_or bitwise_xor",
+        "ij tr": "bitwise_and bitwise_or bitwise_xor",
         "tr ij ft": "logical_and logical_or logical_xor",
         "t i f": "logical_not",
         "t i": "bitwise_not __invert__",
@@ -55,7 +57,8 @@ def _table() -> list[Case]:
         "pg pf uf pn fk": "pow",
         "fk pn": "__pow__ float_power",
         "ik": "pow __pow__ float_power",
-        "fn ik": "__radd__ __rsub__ __rmul__ __rtruediv__ __rfloordiv__ __rmod__ __rdiv__",
+        "fn ik": "__radd__ __rsub__ __rmul__ __rtruediv__",
+        "fn jk": "__rfloordiv__ __rmod__",
         "pn pk": "__rpow__",
         "sk": "__rlshift__ __rrshift__",
         "tr ij": "__and__ __or__ __xor__",
@@ -66,7 +69,7 @@ def _table() -> list[Case]:
         "fgu fgn": "lerp",
         "fgp": "addcmul",
         "tfg tfi tij tfn tnn tkk": "where",
-        "ftn itk ftg": "masked_fill",
+        "ftn itk": "masked_fill",
         "fmn ink imk imn fup": "clamp clip",
         "fn ik in fg": "clamp_min clamp_max",
     }  # fmt: skip
@@ -77,10 +80,9 @@ def _table() -> list[Case]:
             if name.endswith("?"):  # these take tensors only
                 usable = [o for o in usable if not set(o) & set(NUMBERS)]
             found += [Case(name.rstrip("?"), o) for o in usable]
-    return [*(c for c in found if (c.name, c.operands) not in _TORCH_REFUSES), *_WITH_OPTIONS]
+    return [*found, *_WITH_OPTIONS]
 
 
-_TORCH_REFUSES = {(name, "n") for name in "abs absolute neg negative sign sgn square relu positive".split()}  # fmt: skip
 _WITH_OPTIONS = [
     Case("add", "fg", {"alpha": 2.5}), Case("add", "ij", {"alpha": 3}),
     Case("sub", "fg", {"alpha": 2.5}), Case("rsub", "fg", {"alpha": 2}),
@@ -91,10 +93,17 @@ _WITH_OPTIONS = [
     Case("F.leaky_relu", "f", {"negative_slope": 0.3}), Case("F.elu", "f", {"alpha": 0.7}),
     Case("F.hardtanh", "f", {"min_val": -2.0, "max_val": 0.5}),
     Case("round", "f", {"decimals": 2}), Case("addcmul", "fgu", {"value": -1.5}),
-    Case("clamp", "f", {"min": -1}), Case("clamp", "i", {"max": 5}), Case("clamp", "i", {"min": 1.5}),
+    Case("clamp", "f", {"min": -1}), Case("clamp", "i", {"max": 5}),
+    Case("clamp", "i", {"min": 1.5}),
 ]  # fmt: skip
 
 CASES = _table()
+# Of integers too, or without a rule for exact bounds.
+_REAL_RESULT = {
+    *"exp exp2 expm1 log log1p log2 log10 sqrt rsqrt tanh sigmoid sin cos tan sinh cosh erf "
+    "reciprocal special.expit special.exp2 special.expm1 div divide true_divide __truediv__ "
+    "float_power bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __rpow__".split()
+}
 
 
 def operand(letter: str, dtype: torch.dtype, seed: int) -> Any:
@@ -128,6 +137,21 @@ def operands(case: Case, dtype: torch.dtype) -> list[Any]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "op_case" in metafunc.fixturenames:
         metafunc.parametrize("op_case", CASES, ids=str)
+    if "real_case" in metafunc.fixturenames:
+        whole = [(c, torch.float64) for c in CASES if set(c.operands) & set("fgpu")]
+        pairs = [(c, torch.float32) for c in CASES] + whole
+        named = [f"{c}-{str(real).removeprefix('torch.')}" for c, real in pairs]
+        metafunc.parametrize(("real_case", "real"), pairs, ids=named)
+    if "integer_case" in metafunc.fixturenames:
+        whole = [c for c in CASES if set(c.operands) <= set("ijwsktrm")]
+        whole = [
+            c
+            for c in whole
+            if 1.5 not in c.options.values()
+            and c.name not in _REAL_RESULT
+            and not c.name.startswith("__r")
+        ]
+        metafunc.parametrize("integer_case", whole, ids=str)
 
 
 @pytest.fixture
@@ -152,7 +176,7 @@ def record(fn: Any, *values: Any) -> Any:
     from flexmod.program.record import Recorder
     from flexmod.program.trace import trace  # noqa: F401  (registers what is recorded)
 
-    recorder = Recorder(torch.device("cpu"))
+    recorder = Recorder(torch.device("cpu"), torch.float32)
     position = recorder.emit("input", (), torch.int64, "q_idx")
     stand_ins = [v[position] if isinstance(v, torch.Tensor) else v for v in values]
     result = fn(*stand_ins)

@@ -17,14 +17,22 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     delta = rowsum(out * d out) - d lse. Gradients are accumulated in the working precision.
     """
     work = problem.work_dtype
-    key, value = (x.to(work) for x in (inputs.key, inputs.value))
+    key, value = (_finite(x.to(work)) for x in (inputs.key, inputs.value))
     d_query = torch.zeros(inputs.query.shape, dtype=work, device=problem.device)
     d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+    delta = torch.empty(saved.lse.shape, dtype=work, device=problem.device)
     sums = captures.Accumulator(problem)
     for row in walk.walk(problem, inputs):
         step = _Row(problem, row, inputs, saved, key[row.keys], value[row.keys])
         step.run(d_query[row.queries], d_key[row.keys], d_value[row.keys], sums)
-    return Gradients(d_query, d_key, d_value, sums.totals())
+        delta[row.queries] = step.delta.squeeze(-1)
+    return Gradients(d_query, d_key, d_value, delta, sums.totals())
+
+
+def _finite(x: Tensor) -> Tensor:
+    """NaN and infinities as 0: a row that sees one is NaN by its own lse and delta already, and
+    times the weight 0 of a row that does not they must stay without effect."""
+    return x if bool(x.isfinite().all()) else x.nan_to_num(0.0, 0.0, 0.0)
 
 
 class _Row:
@@ -49,7 +57,10 @@ class _Row:
         self.d_out = saved.d_out[row.queries].to(work).reshape(*self.grouped, -1)
         lse = saved.lse[row.queries].unsqueeze(-1)
         self.lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a row that saw nothing: p = 0
-        self.delta = saved.delta[row.queries].unsqueeze(-1)
+        products = saved.out[row.queries].to(work) * saved.d_out[row.queries].to(work)
+        self.delta = products.sum(-1, keepdim=True)
+        if saved.d_lse is not None:
+            self.delta -= saved.d_lse[row.queries].unsqueeze(-1)
 
     def run(
         self, d_query: Tensor, d_key: Tensor, d_value: Tensor, sums: captures.Accumulator
@@ -67,10 +78,10 @@ class _Row:
             if keep is not None:
                 shown, d_weight = weight * keep, d_weight * keep
             d_score = d_weight.sub_(self.delta).mul_(weight)
-            d_score = self._through_mod(d_score, raw, indices, visible, sums)
+            grad = self._through_mod(d_score, raw, indices, weight == 0, sums)
             _add(d_value[:, :, keys.span], self._grouped(shown).mT @ self.d_out)
-            if d_score is not None:
-                flat = self._grouped(d_score)
+            if grad is not None:
+                flat = self._grouped(grad)
                 d_query += (flat @ key).view(*self.shape, -1).mul_(self.problem.scale)
                 _add(d_key[:, :, keys.span], flat.mT @ self.query)
 
@@ -79,22 +90,23 @@ class _Row:
         grad: Tensor,
         score: Tensor,
         indices: dict[str, Tensor],
-        visible: Tensor | None,
+        unseen: Tensor,
         sums: captures.Accumulator,
     ) -> Tensor | None:
-        """The derivative of score_mod: to the raw score, and to captured tensors."""
+        """The derivative of score_mod: to the raw score, and to captured tensors.
+
+        What it is where the weight is 0 never counts: 0 times infinity would be NaN.
+        """
         gradient = self.problem.gradient
         if gradient is None:
             return grad
         inputs = {**indices, "grad": grad, "score": score}
         outputs, _ = evaluate(gradient.program, inputs)
-        hidden = None if visible is None else ~visible
         for load in gradient.loads:
-            sums.add(load, outputs, indices, score.shape, hidden)
+            sums.add(load, outputs, indices, score.shape, unseen)
         if gradient.score is None:
             return None
-        result = outputs[gradient.score].expand(score.shape)
-        return result if hidden is None else result.masked_fill(hidden, 0.0)
+        return outputs[gradient.score].expand(score.shape).masked_fill(unseen, 0.0)
 
     def _grouped(self, x: Tensor) -> Tensor:
         return x.reshape(*self.grouped, -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,78 +19,94 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     assert isinstance(found, tuning.Target)
     plan = sums.plan(problem)
     in_order = problem.deterministic and plan.uses_atomics
-    launches, targets, buffers = prepare(
-        problem, inputs, saved, sums.NOTHING if in_order else plan, found
-    )
-    for launch in launches:
-        launch.run()
+    call = Backward(problem, inputs, saved, sums.NOTHING if in_order else plan, found)
+    call.over_queries().run()
+    call.over_keys().run()
     if in_order:
         captured = captures.in_order(problem, inputs, saved)
     else:
-        captured = plan.scatter(problem, buffers)
-    return Gradients(*targets, captured)
+        captured = plan.scatter(problem, call.buffers)
+    return Gradients(call.d_query, call.d_key, call.d_value, call.delta, captured)
 
 
-def prepare(
-    problem: Problem, inputs: Inputs, saved: Saved, plan: sums.Plan, found: tuning.Target
-) -> tuple[list[kernel.Launch], list[Tensor], list[Tensor]]:
-    """The two launches, the gradients of query, key and value, and the sums that they fill."""
-    query, key, value, d_out = kernel.prepared([*inputs, saved.d_out], found)
-    ready = Inputs(query, key, value)
-    targets = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in ready]
-    statistics = [saved.lse.contiguous(), saved.delta.contiguous()]
-    by_query, by_key = (
-        fitted(problem, _tiles(problem, found, name)) for name in ("query", "key")
-    )
-    buffers = plan.buffers(*by_query)
-    shared = [d_out, statistics, plan, buffers, found]
-    launches = [
-        _launch("query", by_query, ready, targets[:1], *shared),
-        _launch("key", by_key, ready, targets[1:], *shared),
-    ]
-    return launches, targets, buffers
+class Backward:
+    """Both launches of one call, and the tensors that they fill.
 
+    `over_queries` fills d_query, delta and sums; `over_keys` reads delta and fills d_key, d_value
+    and sums.
+    """
 
-def _tiles(problem: Problem, found: tuning.Target, name: str) -> tuning.Tiles:
-    tiles = tuning.plan(problem, found, f"backward_{name}")
-    assert tiles is not None  # `refuses` has looked
-    return tiles
+    def __init__(
+        self, problem: Problem, inputs: Inputs, saved: Saved, plan: sums.Plan, found: tuning.Target
+    ) -> None:
+        self.plan, self.found = plan, found
+        query, key, value, self.out, self.d_out = kernel.prepared(
+            [*inputs, saved.out, saved.d_out], found
+        )
+        self.inputs = Inputs(query, key, value)
+        self.d_query, self.d_key, self.d_value = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs
+        )
+        self.lse = saved.lse.contiguous()
+        self.d_lse = None if saved.d_lse is None else saved.d_lse.contiguous()
+        self.delta = torch.empty_like(self.lse)
+        self.by_query = fitted(problem, self._tiles(problem, "backward_query"))
+        self.by_key = fitted(problem, self._tiles(problem, "backward_key"))
+        self.buffers = plan.buffers(*self.by_query)
 
+    def _tiles(self, problem: Problem, name: str) -> tuning.Tiles:
+        tiles = tuning.plan(problem, self.found, name)
+        assert tiles is not None  # `refuses` has looked
+        return tiles
 
-def _launch(
-    name: str,
-    fit: tuple[Problem, tuning.Tiles],
-    inputs: Inputs,
-    targets: list[Tensor],
-    d_out: Tensor,
-    statistics: list[Tensor],
-    plan: sums.Plan,
-    buffers: list[Tensor],
-    found: tuning.Target,
-) -> kernel.Launch:
-    """One of the two kernels: `backward_query` or `backward_key`."""
-    problem, tiles = fit
-    fields = kernel.fields(problem, inputs, tiles, found)
-    fields["HAS_GRADIENT"] = problem.gradient is not None
-    fields["HAS_SCORE_GRADIENT"] = problem.gradient is None or problem.gradient.score is not None
-    fields["ALIGNED"] = fields["ALIGNED"] and all(s % 8 == 0 for s in d_out.stride()[:3])
-    module = kernel.load("fa2_backward.py.jinja", problem, fields, tiles, found, plan)
-    mask, query_rows = problem.mask, name == "query"
-    runs = (mask.runs if query_rows else mask.transposed) if mask else None
-    rows = (mask.grid.rows if query_rows else mask.grid.columns) if mask else 0
-    indptr, table, *plane_strides = kernel.map_arguments(problem, runs, rows)
-    key_batches = inputs.key.shape[0]
-    arguments = [
-        *inputs, d_out, *targets, *statistics, indptr, table, problem.scale,
-        *kernel.dropout_arguments(problem),
-        problem.heads, problem.group, problem.batch // key_batches,
-        problem.q_len, problem.kv_len,
-        *kernel.strides(inputs, d_out), *plane_strides,
-        *kernel.mod_arguments(problem, found, gradient=True),
-        *plan.arguments(problem, buffers),
-    ]  # fmt: skip
-    if query_rows:
+    def over_queries(self) -> kernel.Launch:
+        problem, tiles = self.by_query
+        mask = problem.mask
+        runs, rows = (mask.runs, mask.grid.rows) if mask else (None, 0)
+        d_lse = self.lse if self.d_lse is None else self.d_lse  # lse: not read
+        own = [self.out, self.d_query, d_lse, *self.out.stride()[:3]]
         programs = -(-problem.q_len // tiles.q) * problem.batch * problem.heads
-    else:
-        programs = -(-problem.kv_len // tiles.kv) * key_batches * problem.kv_heads
-    return kernel.Launch(getattr(module, f"backward_{name}"), programs, arguments, fields, tiles)
+        places = kernel.map_arguments(problem, runs, rows)
+        return self._launch("backward_query", problem, tiles, own, places, programs)
+
+    def over_keys(self) -> kernel.Launch:
+        problem, tiles = self.by_key
+        mask = problem.mask
+        runs, rows = (mask.transposed, mask.grid.columns) if mask else (None, 0)
+        own = [self.d_key, self.d_value]
+        programs = -(-problem.kv_len // tiles.kv) * self.inputs.key.shape[0] * problem.kv_heads
+        places = kernel.map_arguments(problem, runs, rows)
+        return self._launch("backward_key", problem, tiles, own, places, programs)
+
+    def _launch(
+        self,
+        name: str,
+        problem: Problem,
+        tiles: tuning.Tiles,
+        own: list[Any],
+        places: tuple[Tensor, Tensor, int, int],
+        programs: int,
+    ) -> kernel.Launch:
+        fields = self._fields(problem, tiles)
+        module = kernel.load("fa2_backward.py.jinja", problem, fields, tiles, self.found, self.plan)
+        indptr, table, *plane_strides = places
+        arguments = [
+            *self.inputs, self.d_out, *own, self.lse, self.delta, indptr, table, problem.scale,
+            *kernel.dropout_arguments(problem), problem.heads, problem.group,
+            problem.batch // self.inputs.key.shape[0], problem.q_len, problem.kv_len,
+            *kernel.strides(self.inputs, self.d_out), *plane_strides,
+            *kernel.mod_arguments(problem, self.found, gradient=True),
+            *self.plan.arguments(problem, self.buffers),
+        ]  # fmt: skip
+        return kernel.Launch(getattr(module, name), programs, arguments, fields, tiles)
+
+    def _fields(self, problem: Problem, tiles: tuning.Tiles) -> dict[str, Any]:
+        """Compile-time arguments of both kernels."""
+        gradient = problem.gradient
+        fields = kernel.fields(problem, self.inputs, tiles, self.found)
+        fields["HAS_D_LSE"] = self.d_lse is not None
+        fields["HAS_GRADIENT"] = gradient is not None
+        fields["HAS_SCORE_GRADIENT"] = gradient is None or gradient.score is not None
+        strides = [s for x in (self.out, self.d_out) for s in x.stride()[:3]]
+        fields["ALIGNED"] = fields["ALIGNED"] and all(s % 8 == 0 for s in strides)
+        return fields

@@ -47,10 +47,10 @@ def prepare(
     result = Result(out, lse, torch.empty_like(lse))
     runs = problem.mask.runs if problem.mask else None
     rows = problem.mask.grid.rows if problem.mask else 0
-    indptr, table, *plane_strides = kernel.map_arguments(problem, runs, rows)
+    spans, table, *plane_strides = kernel.map_arguments(problem, runs, rows)
     sink = lse if problem.sink is None else kernel.readable(problem.sink.detach(), found)
     arguments = [
-        *ready, *result, indptr, table, problem.scale,
+        *ready, *result, spans, table, problem.scale,
         sink, *kernel.dropout_arguments(problem),
         problem.heads, problem.group, problem.q_len, problem.kv_len,
         *kernel.strides(ready, out), *plane_strides, *kernel.mod_arguments(problem, found),

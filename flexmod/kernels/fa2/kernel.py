@@ -45,6 +45,7 @@ def fields(
         "BLOCK_Q": block[0],
         "BLOCK_KV": block[1],
         "HAS_SCORE": problem.score is not None,
+        "GATHERS": tuning.gathers(problem),
         "HAS_MAP": problem.mask is not None,
         "HAS_DROPOUT": problem.dropout_p > 0,
         "WIDE": any(is_wide(x) for x in inputs),
@@ -157,13 +158,13 @@ def strides(inputs: Inputs, last: Tensor) -> list[int]:
 def map_arguments(
     problem: Problem, runs: Runs | None, rows: int
 ) -> tuple[Tensor, Tensor, int, int]:
-    """indptr, runs, and how far the planes of the map are apart in rows (0: shared)."""
+    """spans, runs, and how far the planes of the map are apart in rows (0: shared)."""
     if problem.mask is None or runs is None:
         nothing = torch.empty(1, dtype=torch.int32, device=problem.device)
         return nothing, nothing, 0, 0
     grid = problem.mask.grid
     b = rows * grid.heads if grid.batch > 1 else 0
-    return runs.indptr, runs.table, b, rows if grid.heads > 1 else 0
+    return runs.spans, runs.table, b, rows if grid.heads > 1 else 0
 
 
 def dropout_arguments(problem: Problem) -> tuple[float, int, int, int]:

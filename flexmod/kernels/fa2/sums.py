@@ -152,8 +152,8 @@ def key_functions(plan: Plan) -> str:
     """Text of start_key_sums, add_key_sums and store_key_sums."""
     kept = [n for n, kind in enumerate(plan.kinds) if kind == "column"]
     signature = "".join(f", {name}" for name in parameters(plan))
-    lines = [_value(n, plan.loads[n], "TILE_KV, TILE_Q") for n in kept]
-    added = [f"sums[{position}] + tl.sum(value{n}, 1)" for position, n in enumerate(kept)]
+    lines = [_value(n, plan.loads[n]) for n in kept]
+    added = [f"sums[{position}] + tl.sum(value{n}, 0)" for position, n in enumerate(kept)]
     stores = [
         f"tl.store(sum{n} + plane.to(tl.int64) * kv_len + keys, sums[{position}], "
         "mask=keys < kv_len)"
@@ -176,9 +176,9 @@ def _function(head: str, lines: list[str], results: list[str] | None = None) -> 
     return f"@triton.jit\ndef {head}:\n    " + "\n    ".join(body or ["pass"])
 
 
-def _value(n: int, load: LoadGradient, shape: str = "TILE_Q, TILE_KV") -> str:
+def _value(n: int, load: LoadGradient) -> str:
     """What a load receives, 0 where nothing is seen."""
-    value = f"tl.broadcast_to(results[{load.value}], [{shape}])"
+    value = f"tl.broadcast_to(results[{load.value}], [TILE_Q, TILE_KV])"
     return f"value{n} = tl.where(weight == 0.0, 0.0, {value})"
 
 

@@ -1,0 +1,123 @@
+"""Maps in files and in copies: what is saved is the mask's program, so lambdas are no obstacle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexmod.blocks.runs import Runs
+from flexmod.errors import BlockMaskError
+from flexmod.program import Program
+from flexmod.program.ir import LEAVES, Instruction, Load
+from flexmod.program.ops import CONVERSIONS, TABLE
+
+if TYPE_CHECKING:
+    from flexmod.blocks.block_mask import BlockMask
+
+
+def reduce(mask: BlockMask) -> tuple[Any, ...]:
+    """For pickle, copy and torch.save: plain tuples and tensors."""
+    mask.check_unchanged()
+    program = mask.program
+    lines = [
+        (line.op, line.args, line.dtype, tuple(line.attr) if line.op == "load" else line.attr)
+        for line in program.instructions
+    ]
+    sites = {position: str(site) for position, site in program.sites.items()}
+    text = (program.kind, program.name, lines, program.outputs, program.numbers, sites)
+    place = (tuple(mask.shape), tuple(mask.block_size), tuple(mask.offset))
+    return restored, (place, text, list(program.captures), mask.runs.spans, mask.runs.table)
+
+
+def restored(
+    place: tuple[Any, ...],
+    text: tuple[Any, ...],
+    captures: list[torch.Tensor],
+    spans: torch.Tensor,
+    table: torch.Tensor,
+) -> BlockMask:
+    """A saved map. It is checked, as a kernel trusts the runs of a map."""
+    from flexmod.blocks.block_mask import BlockMask
+
+    shape, block_size, offset = place
+    kind, name, lines, outputs, numbers, sites = text
+    instructions = tuple(
+        Instruction(op, tuple(args), dtype, Load(attr[0], tuple(attr[1])) if op == "load" else attr)
+        for op, args, dtype, attr in lines
+    )
+    program = Program(
+        kind, name, instructions, tuple(outputs), tuple(numbers), tuple(captures), sites
+    )
+    _check_program(program)
+    mask = BlockMask(shape, block_size, program, Runs(spans, table), offset)
+    _check_runs(mask)
+    return mask
+
+
+def _check_program(program: Program) -> None:
+    for position, line in enumerate(program.instructions):
+        known = line.op in TABLE or line.op in (*LEAVES, *CONVERSIONS)
+        slot = line.attr.slot if line.op == "load" else 0
+        fits = 0 <= slot < max(len(program.captures), 1)
+        if not (known and fits and all(0 <= a < position for a in line.args)):
+            raise BlockMaskError(f"the saved mask {program.name} is damaged at line {position}")
+
+
+def _check_runs(mask: BlockMask) -> None:
+    grid, runs = mask.grid, mask.runs
+    start, stop, kind = runs.table.unbind(1)
+    sound = (
+        runs.spans.shape == (grid.planes * grid.rows, 2)
+        and not bool(((runs.spans < 0) | (runs.spans > len(runs.table))).any())
+        and not bool(((start < 0) | (stop > grid.columns) | (kind < 1) | (kind > 2)).any())
+    )
+    if not sound:
+        raise BlockMaskError("the saved runs do not fit the shape of the map")
+
+
+def update_(mask: BlockMask, other: BlockMask) -> BlockMask:
+    """Take over the mask and the runs of another map of the same kind, in place.
+
+    No memory is allocated and nothing waits for the device, so it works inside a CUDA graph: a
+    kernel that reads this map reads the new one. Maps of `from_documents`, `from_window` and
+    `from_prefix_lengths` have as many runs as their shape says; others must not have more runs
+    than this one had when it was made.
+
+    Raises:
+        BlockMaskError: for another shape, block size, mask or more runs.
+    """
+    for name in ("shape", "block_size", "offset"):
+        if getattr(mask, name) != getattr(other, name):
+            raise BlockMaskError(
+                f"other has {name} {getattr(other, name)}, this map {getattr(mask, name)}"
+            )
+    mine, theirs = mask.program, other.program
+    shapes = [c.shape for c in mine.captures] == [c.shape for c in theirs.captures]
+    if mine.structure != theirs.structure or mine.numbers != theirs.numbers or not shapes:
+        raise BlockMaskError(
+            f"other's mask {theirs.name} differs from {mine.name} in more than the values of the "
+            "tensors that it captures"
+        )
+    pairs = [(mask.runs, other.runs)]
+    if "transposed" in mask.__dict__:
+        pairs.append((mask.transposed, other.transposed))
+    for old, new in pairs:
+        if len(new.table) > len(old.table):
+            raise BlockMaskError(
+                f"other has {len(new.table)} runs, and this map room for {len(old.table)}"
+            )
+    for old, new in pairs:
+        old.spans.copy_(new.spans)
+        old.table[: len(new.table)].copy_(new.table)
+        old.__dict__.pop("host", None)
+    for mine_tensor, their_tensor in zip(mine.captures, theirs.captures, strict=True):
+        if mine_tensor.data_ptr() != their_tensor.data_ptr():
+            mine_tensor.copy_(their_tensor)
+    mask._regridded.clear()
+    object.__setattr__(mask, "_made_from", replace(mask)._made_from)
+    return mask
+
+
+torch.serialization.add_safe_globals([restored])
