@@ -58,19 +58,26 @@ def measure(row: Row, direction: str, head_dim: int, peers: list[str], device: s
         for _ in range(3)
     ]
     calls: dict[str, Callable[[], Any]] = {}
+    failed: dict[str, str] = {}
     density = 100.0
     for name in peers:
         make = flexmod_call if name == "flexmod" else torch_call
         call, learned, mask = make(row, tensors, {})
         if mask is not None:
             density = mask.density()
-        calls[name] = directed(call, direction, [*tensors, *learned])
+        try:
+            calls[name] = directed(call, direction, [*tensors, *learned])
+            calls[name]()
+        except Exception as error:  # a peer that cannot serve a row is shown as 0
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}"
+            calls.pop(name, None)
     times = interleaved(calls, device=device)
     operations = 4 * row.seqlen**2 * HIDDEN * density / 100
     operations *= 2.5 if direction == "backward" else 1
-    rates = {name: operations / t["median"] / 1e9 for name, t in times.items()}
+    rates = dict.fromkeys(peers, 0.0)
+    rates |= {name: operations / t["median"] / 1e9 for name, t in times.items()}
     return {"row": row.name, "head_dim": head_dim, "direction": direction, "seqlen": row.seqlen,
-            "ms": times, "tflops": rates}  # fmt: skip
+            "ms": times, "tflops": rates, "failed": failed}  # fmt: skip
 
 
 def directed(call: Callable[[], Any], direction: str, inputs: list[torch.Tensor]) -> Any:
@@ -106,7 +113,7 @@ def main() -> None:
                 results.append(found)
                 rates = " ".join(f"{found['tflops'][p]:>12.0f}" for p in peers)
                 first, *others = (found["tflops"][p] for p in peers)
-                ratio = f"{first / max(others):>7.2f}x" if others else ""
+                ratio = f"{first / max(others):>7.2f}x" if any(others) else ""
                 print(f"{row.name:<24} {head_dim:>4} {rates} {ratio}", flush=True)
                 torch.cuda.empty_cache()
     if options.out:

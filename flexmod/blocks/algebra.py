@@ -126,6 +126,7 @@ def concat(maps: Sequence[BlockMask], axis: str = "q_idx") -> BlockMask:
         raise BlockMaskError(f"axis must be one of {', '.join(INDICES)}, not {axis!r}")
     at = INDICES.index(axis)
     first = _check_parts(maps, axis, at)
+    maps = [m for m in maps if m.shape[at]] or [first]
     ends = [0]
     for m in maps:
         ends.append(ends[-1] + m.shape[at])
@@ -180,13 +181,13 @@ def _one_after_the_other(
 
     def make(indices: Indices, call: Any) -> Any:
         index, value = indices[axis], None
+        if len(programs) == 1:
+            return call(programs[0], indices)
         for n in reversed(range(len(programs))):
-            if ends[n] == ends[n + 1]:
-                continue
             moved = within(ends[n + 1] - ends[n], ends[n])(index)
             part = call(programs[n], {**indices, axis: moved})
             value = part if value is None else torch.where(index < ends[n + 1], part, value)
-        return call(programs[0], indices) if value is None else value
+        return value
 
     return joined(f"concat({', '.join(p.name for p in programs)})", programs, device, make)
 

@@ -70,10 +70,15 @@ def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[
     return (0, 0) if all(f == (0, 0) for f in forms) else None
 
 
+_gathers: dict[object, bool] = {}
+
+
 def gathers(program: Program) -> bool:
     """Whether a captured tensor is read at an index that depends on q_idx and kv_idx at once."""
-    lines = dependence(program)
-    return any(
-        line.op == "load" and lines[position].reads_both
-        for position, line in enumerate(program.instructions)
-    )
+    key = program.instructions
+    if key not in _gathers:
+        lines = dependence(program)
+        _gathers[key] = any(
+            line.op == "load" and lines[n].reads_both for n, line in enumerate(key)
+        )
+    return _gathers[key]

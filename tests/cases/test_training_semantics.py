@@ -168,7 +168,7 @@ def test_P086_the_backward_has_the_mask(lanes, check_gradients, backend):
     out, lse, _ = choose.forward(problem, inputs, backend)
     d_out = torch.zeros_like(out)
     d_out[:, :, 7:19] = 1.0  # the middle document alone
-    direct = choose.backward(problem, inputs, Saved(lse, (out * d_out).sum(-1), d_out), backend)
+    direct = choose.backward(problem, inputs, Saved(out, lse, d_out, None), backend)
     outside = torch.cat([torch.arange(7), torch.arange(19, 24)])
     assert not direct.key[:, :, outside].any() and not direct.value[:, :, outside].any()
     leaves = [x.clone().requires_grad_() for x in given]

@@ -56,8 +56,9 @@ def test_mask_is_a_function_of_seed_and_position(backend, p):
 
 @pytest.mark.parametrize("tile", [16, 32])
 def test_tiles_of_the_kernel_do_not_matter(tile):
-    forward, backward = forward_and_backward_masks("fa2", 2**45 + 17, BLOCK_M=tile, BLOCK_N=tile)
-    assert torch.equal(forward, kept(2**45 + 17))
+    seed = 2**45 + 17
+    forward, backward = forward_and_backward_masks("fa2", seed, size=32, BLOCK_M=tile, BLOCK_N=tile)
+    assert torch.equal(forward, kept(seed, size=32))
     assert torch.equal(backward, forward)
 
 
@@ -141,8 +142,8 @@ def test_kernels_add_in_a_fixed_order_if_asked(monkeypatch, name):
 
     backward = importlib.import_module("flexmod.kernels.fa2.backward")
     plans = []
-    plain = backward.prepare
-    monkeypatch.setattr(backward, "prepare", lambda *a: (plans.append(a[3]), plain(*a))[1])
+    plain = backward.Backward
+    monkeypatch.setattr(backward, "Backward", lambda *a: (plans.append(a[3]), plain(*a))[1])
     make, shape = TABLES[name]
     given = [torch.randn(1, 2, 20, 4), *(torch.randn(1, 1, 20, 4) for _ in range(2))]
     given = [x.requires_grad_() for x in (*given, torch.randn(shape))]
