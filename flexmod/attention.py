@@ -159,9 +159,9 @@ def make_problem(
 
 def _seed(p: float, seed: int | None) -> int:
     """64 bits; drawn only where they are used."""
-    if seed is None and p:
-        return int(torch.randint(2**63 - 1, ()).item())
-    return (seed or 0) & (2**64 - 1)
+    if seed is None:
+        return int(torch.randint(2**63 - 1, ()).item()) if p else 0
+    return checks.seed(seed) & (2**64 - 1)
 
 
 def _deterministic(asked: bool | None) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexmod.kernels import choose, reference
 from flexmod.kernels.problem import Inputs, Problem, Result, Saved
 from flexmod.program import Program
 from flexmod.program.gradient import differentiate
 from flexmod.program.specialize import specialize
+from flexmod.program.transforms import has_tangent, is_wrapped
 
 log = logging.getLogger("flexmod")
 
@@ -29,7 +29,7 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
     captured = problem.score.captures if problem.score else ()
     sinks = () if problem.sink is None else (problem.sink,)
     tensors = (*inputs, *sinks, *captured)
-    if _is_transformed(tensors):
+    if any(is_wrapped(x) or has_tangent(x) for x in tensors):
         log.info("a torch.func transform or forward mode is active: using the reference engine")
         return reference.forward(problem, inputs)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -45,14 +45,6 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
         gradient = replace(gradient, program=narrow)
     problem = replace(problem, gradient=gradient)
     return Result(*_Attention.apply(problem, choice, len(sinks), *tensors))
-
-
-def _is_transformed(tensors: tuple[Tensor, ...]) -> bool:
-    if any(reference.is_transformed(x) for x in tensors):
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 class _Attention(torch.autograd.Function):

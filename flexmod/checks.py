@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
             raise ArgumentError(f"kernel_options has an unknown key {name!r}; known: {known}")
         if base == "BACKEND" and value not in TORCH_BACKENDS:
             raise ArgumentError(
-                f"kernel_options BACKEND must be one of {', '.join(TORCH_BACKENDS)}, not {value!r}; "
+                f"kernel_options BACKEND must be one of {', '.join(TORCH_BACKENDS)}, not "
+                f"{value!r}; "
                 "to choose an engine of flexmod pass backend=..."
             )
         if base in TILE_OPTIONS:
@@ -139,6 +141,12 @@ def dropout(p: float) -> float:
     if not isinstance(p, int | float) or not 0 <= p < 1:
         raise ArgumentError(f"dropout_p must be in [0, 1), not {p!r}")
     return float(p)
+
+
+def seed(given: Any) -> int:
+    if not isinstance(given, Integral) or isinstance(given, bool):
+        raise ArgumentError(f"dropout_seed must be an int, not {given!r}")
+    return int(given)
 
 
 def captures(program: Program, device: torch.device) -> None:
@@ -173,8 +181,8 @@ def block_mask(mask: BlockMask, shape: tuple[int, int, int, int], device: torch.
             continue
         if mask.shape[axis] != 1:
             raise BlockMaskError(
-                f"block_mask has {name}={mask.shape[axis]}, the call {shape[axis]}: "
-                f"make it with {name}={shape[axis]}, or {name}=None if the mask does not read {index}"
+                f"block_mask has {name}={mask.shape[axis]}, the call {shape[axis]}: make it with "
+                f"{name}={shape[axis]}, or {name}=None if the mask does not read {index}"
             )
         if index in mask.program.reads:
             raise BlockMaskError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,9 @@ def explain(
     enable_gqa: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
     *,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Explanation:
     """What `flex_attention` would do with these arguments, and why.
@@ -134,7 +137,11 @@ def explain(
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         score = trace(score_mod, "score", score_dtype=work, device=query.device)
         checks.captures(score, query.device)
+    checks.sink(sink, query)
     problem = make_problem(Inputs(query, key, value), score, block_mask, scale, options=options)
+    problem = replace(
+        problem, sink=sink, dropout_p=checks.dropout(dropout_p), deterministic=deterministic
+    )
     refusals = choose.refusals(problem)
     engine = _engine(problem, backend)
     mask = problem.mask
@@ -196,9 +203,18 @@ def _call(problem: Problem) -> str:
     dims = f"head_dim {problem.head_dim}"
     if problem.value_dim != problem.head_dim:
         dims += f" and {problem.value_dim}"
+    extras = [
+        text
+        for text, given in (
+            (", a sink a head", problem.sink is not None),
+            (f", dropout {problem.dropout_p:g}", problem.dropout_p > 0),
+            (", deterministic", problem.deterministic),
+        )
+        if given
+    ]
     return (
         f"call: batch {problem.batch}, {heads}, {problem.q_len} queries, {problem.kv_len} keys, "
-        f"{dims}, {name} on {problem.device}"
+        f"{dims}, {name} on {problem.device}{''.join(extras)}"
     )
 
 

@@ -7,6 +7,8 @@ boundary of the mask, not its area.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,16 @@ from flexmod.blocks.ranges import MaskRanges
 from flexmod.blocks.runs import DOUBT, EMPTY, FULL, PARTIAL, Runs, Segments
 from flexmod.program import Program
 
-_FIRST_CELLS = 4096  # of the coarsest level: as many cost as little as one
-_AT_ONCE = 1 << 16  # cells, so that intervals stay in cache
+
+class _Sizes(NamedTuple):
+    """How much is done in one step. A GPU is given more at once: there, each step costs time."""
+
+    first: int  # squares of the coarsest level at most: as many cost as little as one
+    at_once: int  # squares whose intervals are held at a time, so that they stay in cache
+
+
+_SIZES = {"cuda": _Sizes(1 << 18, 1 << 18)}
+_CPU = _Sizes(1 << 12, 1 << 16)
 
 
 def classify(program: Program, grid: Grid, device: torch.device) -> Runs:
@@ -26,7 +36,7 @@ def classify(program: Program, grid: Grid, device: torch.device) -> Runs:
     if not (grid.planes and grid.rows and grid.columns):
         return Runs.nothing(grid.planes * grid.rows, device)
     ranges = MaskRanges(program, grid)
-    level = _coarsest(grid)
+    level = _coarsest(grid, _SIZES.get(device.type, _CPU).first)
     cells = whole_grid(grid, level, device)
     found: list[Segments] = []
     while True:
@@ -61,11 +71,11 @@ def settle(program: Program, grid: Grid, segments: Segments) -> Runs:
     return Runs.from_segments(known, grid.planes * grid.rows, grid.columns)
 
 
-def _coarsest(grid: Grid) -> int:
+def _coarsest(grid: Grid, most: int) -> int:
     level = 0
     while True:
         rows, columns = grid.side(level)
-        if grid.planes * rows * columns <= _FIRST_CELLS or rows == columns == 1:
+        if grid.planes * rows * columns <= most or rows == columns == 1:
             return level
         level += 1
 
@@ -76,8 +86,9 @@ def _decide(ranges: MaskRanges, grid: Grid, cells: Cells, level: int) -> Tensor:
     A square with blocks that an end cuts short is never FULL; such a block is PARTIAL.
     """
     kinds = []
-    for first in range(0, len(cells.row), _AT_ONCE):
-        part = cells.take(slice(first, first + _AT_ONCE))
+    step = _SIZES.get(cells.row.device.type, _CPU).at_once
+    for first in range(0, len(cells.row), step):
+        part = cells.take(slice(first, first + step))
         every, some = ranges(part, level)
         kind = torch.where(some, DOUBT, EMPTY).to(torch.int8)
         kind.masked_fill_(every, FULL)
@@ -89,14 +100,22 @@ def _decide(ranges: MaskRanges, grid: Grid, cells: Cells, level: int) -> Tensor:
 
 
 def _segments(grid: Grid, cells: Cells, kind: Tensor, level: int) -> Segments:
-    """One segment for each row of blocks that a square covers."""
-    steps = torch.arange(1 << level, device=kind.device, dtype=cells.row.dtype)
-    row = ((cells.row << level)[:, None] + steps).flatten()
-    start = (cells.column << level).repeat_interleave(len(steps)) if level else cells.column
-    plane = cells.plane.repeat_interleave(len(steps)) if level else cells.plane
-    kind = kind.repeat_interleave(len(steps)) if level else kind
-    stop = (start + len(steps)).clamp(max=grid.columns)
-    segments = Segments(plane * grid.rows + row, start, stop, kind)
-    if grid.rows % len(steps) == 0:
+    """One segment for each row of blocks that neighbouring squares of one kind cover."""
+    row = cells.plane * grid.side(level)[0] + cells.row
+    squares = Segments(row, cells.column, cells.column + 1, kind)
+    if not kind.is_cuda:  # fewer to sort; there it would wait for their number
+        squares = squares.joined()
+    if not level:
+        return squares
+    high = 1 << level
+    plane, row = squares.row // grid.side(level)[0], squares.row % grid.side(level)[0]
+    row = (
+        (row * high)[:, None] + torch.arange(high, device=kind.device, dtype=row.dtype)
+    ).flatten()
+    start, stop = squares.start * high, (squares.stop * high).clamp(max=grid.columns)
+    rest = (x.repeat_interleave(high) for x in (plane * grid.rows, start, stop, squares.kind))
+    base, start, stop, kind = rest
+    segments = Segments(base + row, start, stop, kind)
+    if grid.rows % high == 0:
         return segments
     return segments.take((row < grid.rows).nonzero().flatten())

@@ -125,8 +125,8 @@ def from_window(
     """
     mask_mod = masks.sliding_window(window, causal)
     left, right = reach(window, causal)
-    kv_len = _extent("KV_LEN", Q_LEN if KV_LEN is None else KV_LEN)
     q_len = _extent("Q_LEN", Q_LEN)
+    kv_len = _extent("KV_LEN", Q_LEN if KV_LEN is None else KV_LEN)
     where = torch.empty(0, device=device).device
 
     def around(before: int, after: int, limit: int) -> Visible:

@@ -97,8 +97,8 @@ def create_mask(
 
 
 def check_block_size(size: BlockSize) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair):
         raise ArgumentError(f"BLOCK_SIZE must be a positive int or a pair of them, not {size!r}")
     return pair
 

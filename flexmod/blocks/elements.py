@@ -13,8 +13,13 @@ from flexmod.blocks.runs import EMPTY, FULL, PARTIAL, Runs, Segments
 from flexmod.program import Program
 from flexmod.program.evaluate import evaluate, raise_if_invalid
 
-Places = Callable[[Tensor, Tensor, int], list[Tensor]]
-AT_ONCE = 1 << 18  # elements, so that what a mask computes stays in cache
+# Of the first and last positions of blocks, and their size: some positions, [places, blocks].
+Places = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def _at_once(device: torch.device) -> int:
+    """Elements of one step: what a mask computes stays in cache; a GPU takes fewer steps."""
+    return 1 << (20 if device.type == "cuda" else 18)
 
 
 def look(program: Program, grid: Grid, cells: Cells) -> Tensor:
@@ -44,7 +49,7 @@ def count_visible(program: Program, grid: Grid, runs: Runs) -> int:
     row, start, stop, kind = runs.segments()
     full = int(((stop - start) * (kind == FULL)).sum()) * grid.block_q * grid.block_kv
     partial = Segments(row, start, stop, kind).take((kind == PARTIAL).nonzero().flatten()).blocks()
-    step = max(1, AT_ONCE // (grid.block_q * grid.block_kv))
+    step = max(1, _at_once(row.device) // (grid.block_q * grid.block_kv))
     for first in range(0, len(partial.row), step):
         row, column = partial.row[first : first + step], partial.start[first : first + step]
         cells = Cells(row // grid.rows, row % grid.rows, column)
@@ -52,23 +57,28 @@ def count_visible(program: Program, grid: Grid, runs: Runs) -> int:
     return full
 
 
-def _corners(first: Tensor, last: Tensor, size: int) -> list[Tensor]:
+def _begin(count: int, first: Tensor, last: Tensor) -> Tensor:
+    steps = torch.arange(count, device=first.device, dtype=first.dtype)[:, None]
+    return torch.minimum(first + steps, last)
+
+
+def _corners(first: Tensor, last: Tensor, size: int) -> Tensor:
     """Two neighbours: an edge that runs through a block often shows between them."""
-    return [first, torch.minimum(first + 1, last)]
+    return _begin(2, first, last)
 
 
-def _ends_and_middle(first: Tensor, last: Tensor, size: int) -> list[Tensor]:
+def _ends_and_middle(first: Tensor, last: Tensor, size: int) -> Tensor:
     near, far = torch.minimum(first + 1, last), torch.maximum(last - 1, first)
-    return [first, near, (first + last) // 2, far, last]
+    return torch.stack([first, near, (first + last) // 2, far, last])
 
 
-def _both_ends(first: Tensor, last: Tensor, size: int) -> list[Tensor]:
-    near = [torch.minimum(first + step, last) for step in range(8)]
-    return near + [torch.maximum(last - step, first) for step in range(8)]
+def _both_ends(first: Tensor, last: Tensor, size: int) -> Tensor:
+    """Eight at either end: small corners of a mask that reach into a block."""
+    return torch.cat([_begin(8, first, last), -_begin(8, -last, -first)])
 
 
-def _all(first: Tensor, last: Tensor, size: int) -> list[Tensor]:
-    return [torch.minimum(first + step, last) for step in range(size)]
+def _all(first: Tensor, last: Tensor, size: int) -> Tensor:
+    return _begin(size, first, last)
 
 
 _SAMPLES = (_corners, _ends_and_middle, _both_ends, _all)
@@ -78,7 +88,7 @@ def _in_chunks(program: Program, grid: Grid, cells: Cells, places: Places) -> tu
     """Whether all and whether any of the elements at the given places are visible; bool [cells]."""
     one = torch.zeros(1, device="cpu")
     each = len(places(one, one, grid.block_q)) * len(places(one, one, grid.block_kv))
-    step = max(1, AT_ONCE // each)
+    step = max(1, _at_once(cells.row.device) // each)
     count = len(cells.row)
     found = [
         _all_and_any(program, grid, cells.take(slice(n, n + step)), places)
@@ -96,8 +106,8 @@ def _visible(
     Places past the end of a sequence repeat its last one; with distinct=True they are False.
     """
     q_first, q_last, kv_first, kv_last = spans(grid, cells, 0)
-    q = torch.stack(places(q_first, q_last, grid.block_q))
-    kv = torch.stack(places(kv_first, kv_last, grid.block_kv))
+    q = places(q_first, q_last, grid.block_q)
+    kv = places(kv_first, kv_last, grid.block_kv)
     b, h = cells.batch_and_head(grid)
     inputs = {"b": b, "h": h, "q_idx": q[:, None], "kv_idx": kv[None]}
     (visible,), invalid = evaluate(program, inputs)

@@ -50,10 +50,17 @@ class MaskRanges:
             if line.op == "number":
                 value = general.point(self.program.numbers[line.attr])
                 return _truths(general.settle(value, line.dtype), line.dtype)
-            return _truths(self.load(line, args), line.dtype)
+            return _truths(self.load(line, args, self._group(line, level)), line.dtype)
 
         every, some = interpret(self.program, leaf, self._apply)[self.program.outputs[0]]
         return every.expand(cells.row.shape), some.expand(cells.row.shape)
+
+    def _group(self, line: Instruction, level: int) -> int | None:
+        """log2 of how many entries squares read, where those are aligned groups of 2**n."""
+        index = self.program.instructions[line.args[-1]] if line.args else None
+        sizes = {"q_idx": self.grid.block_q << level, "kv_idx": self.grid.block_kv << level}
+        size = sizes.get(index.attr, 0) if index and index.op == "input" else 0
+        return size.bit_length() - 1 if size and not size & (size - 1) else None
 
     def _apply(self, line: Instruction, args: tuple[Interval, ...]) -> Interval:
         rule = _quick_rule(line, args, line in self.proven)

@@ -24,6 +24,15 @@ class Segments(NamedTuple):
     def take(self, index: Tensor) -> Segments:
         return Segments(*(x.index_select(0, index) for x in self))
 
+    def joined(self) -> Segments:
+        """Each as long as the following ones continue it."""
+        row, start, stop, kind = self
+        seam = (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
+        seam = seam.nonzero().flatten() + 1
+        first = torch.cat([seam.new_zeros(min(len(row), 1)), seam])
+        last = torch.cat([seam - 1, seam.new_full((min(len(row), 1),), len(row) - 1)])
+        return self.take(first)._replace(stop=stop[last])
+
     def blocks(self) -> Segments:
         """One segment a block."""
         lengths = self.stop - self.start
@@ -61,18 +70,13 @@ class Runs:
     @staticmethod
     def from_sorted(segments: Segments, rows: int) -> Runs:
         """From live segments by row and column; neighbours of one kind are joined."""
-        row, start, stop, kind = segments
-        if not len(row):
-            return Runs.nothing(rows, row.device)
-        seam = (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
-        seam = (seam.nonzero().flatten() + 1).to(torch.int64)
-        first = torch.cat([seam.new_zeros(1), seam])
-        last = torch.cat([seam - 1, seam.new_full((1,), len(row) - 1)])
-        table = torch.stack([start[first], stop[last], kind[first]], 1).int()
-        owner = row[first].contiguous()
-        each = torch.arange(rows, device=row.device, dtype=owner.dtype)
-        ends = [torch.searchsorted(owner, each, right=right) for right in (False, True)]
-        return Runs(torch.stack(ends, 1).int(), table)
+        if not len(segments.row):
+            return Runs.nothing(rows, segments.row.device)
+        row, start, stop, kind = segments.joined()
+        each = torch.arange(rows, device=row.device, dtype=row.dtype)
+        ends = [torch.searchsorted(row, each, right=right) for right in (False, True)]
+        table = torch.stack([start, stop, kind], 1)
+        return Runs(torch.stack(ends, 1).int(), table.int())
 
     @staticmethod
     def from_tiles(tiles: Tensor) -> Runs:

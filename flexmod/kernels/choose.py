@@ -77,7 +77,7 @@ def forward(problem: Problem, inputs: Inputs, choice: Choice) -> Result:
 def backward(problem: Problem, inputs: Inputs, saved: Saved, choice: Choice) -> Gradients:
     """Gradients of a call, by the engine that served its forward."""
     if problem.is_empty:
-        return empty_gradients(problem, inputs)
+        return empty_gradients(problem, inputs, saved)
     return _run(choice, lambda engine: engine.backward(problem, inputs, saved))
 
 

@@ -32,7 +32,8 @@ class Result(NamedTuple):
 class Saved(NamedTuple):
     """What a backward needs beside the inputs.
 
-    out and d_out [B, Hq, Q, Ev]; lse and, where it has one, its gradient [B, Hq, Q] in `work_dtype`.
+    out and d_out [B, Hq, Q, Ev]; lse and, if something depends on it, its gradient [B, Hq, Q] in
+    `work_dtype`.
     """
 
     out: Tensor
@@ -108,14 +109,13 @@ def empty_result(problem: Problem, inputs: Inputs) -> Result:
     return Result(new_output(problem, inputs.query).zero_(), lse, lowest.clone())
 
 
-def empty_gradients(problem: Problem, inputs: Inputs) -> Gradients:
-    """Zeros: no pair of positions reads anything."""
+def empty_gradients(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
+    """Zeros: no pair of positions reads anything. delta is that of a sink alone."""
     captured = {}
     if problem.gradient is not None and problem.score is not None:
         slots = {load.slot for load in problem.gradient.loads}
         captured = {slot: torch.zeros_like(problem.score.captures[slot]) for slot in slots}
-    shape = (problem.batch, problem.heads, problem.q_len)
-    delta = torch.zeros(shape, dtype=problem.work_dtype, device=problem.device)
+    delta = torch.zeros_like(saved.lse) if saved.d_lse is None else -saved.d_lse
     query, key, value = (torch.zeros_like(x) for x in inputs)
     return Gradients(query, key, value, delta, captured)
 

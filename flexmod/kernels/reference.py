@@ -8,6 +8,7 @@ from torch import Tensor
 from flexmod.kernels import dropout
 from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
 from flexmod.program.evaluate import evaluate, raise_if_invalid
+from flexmod.program.transforms import is_wrapped
 
 
 def refuses(problem: Problem) -> str | None:
@@ -45,15 +46,10 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
 def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
     """weight @ value, where a weight of 0 cancels its value even if that is NaN or infinite."""
     finite = value.isfinite()
-    if is_transformed(value) or bool(finite.all()):
+    if is_wrapped(value) or bool(finite.all()):
         return weight @ value
     seen = (weight > 0).to(weight.dtype) @ (~finite).to(weight.dtype)
     return torch.where(seen > 0, torch.nan, weight @ torch.where(finite, value, 0.0))
-
-
-def is_transformed(x: Tensor) -> bool:
-    """Whether a torch.func transform wraps a tensor, so that no Python decision may read it."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def visible_scores(problem: Problem, score: Tensor) -> Tensor:

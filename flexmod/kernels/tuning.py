@@ -33,6 +33,11 @@ class Target(NamedTuple):
     arch: str  # "sm_90", "gfx942", "interpreter"
     shared: int
 
+    @property
+    def copies_tiles(self) -> bool:
+        """Whether it has an engine that copies whole tiles (TMA); the interpreter imitates it."""
+        return self.arch.startswith(("sm_9", "sm_10", "interpreter"))
+
 
 class Row(NamedTuple):
     """Tiles of a kernel for targets whose arch starts with `arch`, types up to `itemsize` bytes
@@ -48,6 +53,7 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("forward", "interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
+    Row("forward_gather", "sm_9", 2, 128, Tiles(128, 64, 8, 3)),
     Row("forward_gather", "sm_10", 2, 128, Tiles(64, 32, 8, 2)),
     Row("forward_gather", "", 2, 64, Tiles(64, 64, 4, 2)),
     Row("forward_gather", "", 2, 128, Tiles(64, 64, 8, 2)),

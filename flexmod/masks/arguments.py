@@ -64,7 +64,7 @@ def per_batch(
 
     An int must be at least `low`. A tensor's entries are not read: on a GPU that would wait.
     """
-    if isinstance(value, Tensor) or isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Tensor) or (isinstance(value, Sequence) and not isinstance(value, str)):
         tensor = integers(name, value, ("[]", "[B]"), device)
         return (lambda b: tensor[b]) if tensor.dim() else (lambda b: tensor)
     number = whole(name, value, low, " or an integer tensor [B]")

@@ -88,6 +88,13 @@ class Pyramid:
             low[some], high[some] = self._groups(each, most, row[some], lo[some], hi[some])
         return Interval(low, high)
 
+    def aligned(self, row: Tensor, lo: Tensor, level: int) -> Interval:
+        """Extremes over the groups of 2**level entries that begin at lo."""
+        level = min(level, len(self.levels) - 1)
+        lows, highs = self.levels[level]
+        place = row * lows.shape[-1] + (lo >> level)
+        return Interval(lows.reshape(-1)[place].long(), highs.reshape(-1)[place].long())
+
     def _groups(self, level: int, steps: int, row: Tensor, lo: Tensor, hi: Tensor) -> Interval:
         """Extremes of the groups of one level that ranges touch, at most steps + 1 each."""
         lows, highs = self.levels[level]
@@ -101,11 +108,17 @@ class Pyramid:
         return Interval(low.long(), high.long())
 
 
-def table_ranges(program: Program) -> LoadRule:
-    """Load rule that looks into integer and boolean captured tensors through pyramids."""
+def table_ranges(program: Program) -> Callable[..., Interval]:
+    """Load rule that looks into integer and boolean captured tensors through pyramids.
+
+    It takes `group` as well: the last index runs over whole aligned groups of 2**group entries,
+    of which the last one may end with the table.
+    """
     pyramids: dict[int, Pyramid] = {}
 
-    def load(instruction: Instruction, indices: tuple[Interval, ...]) -> Interval:
+    def load(
+        instruction: Instruction, indices: tuple[Interval, ...], group: int | None = None
+    ) -> Interval:
         slot, modes = instruction.attr
         tensor = program.captures[slot]
         whole = intervals.anything(instruction.dtype)
@@ -128,6 +141,8 @@ def table_ranges(program: Program) -> LoadRule:
         if slot not in pyramids:
             pyramids[slot] = Pyramid(tensor if tensor.ndim else tensor.reshape(1))
         if known is None:
+            if group is not None:
+                return pyramids[slot].aligned(row, last.lo, group)
             return pyramids[slot].query(row, last.lo, last.hi)
         lo, hi = pyramids[slot].query(torch.where(known, row, 0), last.lo, last.hi)
         return Interval(torch.where(known, lo, whole.lo), torch.where(known, hi, whole.hi))

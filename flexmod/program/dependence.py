@@ -28,9 +28,17 @@ class Dependence(NamedTuple):
 _UNITS = {"q_idx": (1, 0), "kv_idx": (0, 1)}
 
 
-def dependence(program: Program) -> list[Dependence]:
-    """One entry a line."""
+_known: dict[object, list[Dependence]] = {}
 
+
+def dependence(program: Program) -> list[Dependence]:
+    """One entry a line; remembered."""
+    if program.instructions not in _known:
+        _known[program.instructions] = _dependence(program)
+    return _known[program.instructions]
+
+
+def _dependence(program: Program) -> list[Dependence]:
     def leaf(_: int, line: Instruction, args: tuple[Dependence, ...]) -> Dependence:
         if line.op == "input":
             name = str(line.attr)
@@ -70,15 +78,7 @@ def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[
     return (0, 0) if all(f == (0, 0) for f in forms) else None
 
 
-_gathers: dict[object, bool] = {}
-
-
 def gathers(program: Program) -> bool:
     """Whether a captured tensor is read at an index that depends on q_idx and kv_idx at once."""
-    key = program.instructions
-    if key not in _gathers:
-        lines = dependence(program)
-        _gathers[key] = any(
-            line.op == "load" and lines[n].reads_both for n, line in enumerate(key)
-        )
-    return _gathers[key]
+    pairs = zip(program.instructions, dependence(program), strict=True)
+    return any(line.op == "load" and found.reads_both for line, found in pairs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexmod.errors import IndexRangeError
 from flexmod.program.ir import Instruction, Load, Program, interpret
 from flexmod.program.ops import TABLE
+from flexmod.program.transforms import is_wrapped
 
 
 class Evaluation(NamedTuple):
@@ -69,7 +70,7 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
 
 def raise_if_invalid(program: Program, invalid: Tensor | None, counts: Tensor | None) -> None:
     """Raise for a load out of range where `counts` (visible positions; None: all) is true."""
-    if invalid is None:
+    if invalid is None or is_wrapped(invalid):  # under torch.vmap nothing can be read
         return
     position = (
         int((invalid if counts is None else invalid * counts).max()) if invalid.numel() else 0

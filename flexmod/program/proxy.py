@@ -152,8 +152,8 @@ class View(Traced):
     def elements(self) -> list[Any]:
         if self.ndim != 1 or len(self) > LARGEST_VECTOR:
             raise TraceError(
-                f"an axis of a captured tensor is left unindexed (shape {list(self.shape)} remains): "
-                f"index every axis, or reduce one trailing axis of at most {LARGEST_VECTOR} entries"
+                f"an axis of a captured tensor is left unindexed (shape {list(self.shape)} "
+                f"remains): index every axis, or reduce one trailing axis of at most {LARGEST_VECTOR} entries"
             )
         return list(self)
 

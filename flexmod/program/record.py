@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexmod.errors import TraceError
 from flexmod.program.ir import Instruction, Load, Program
 from flexmod.program.ops import TABLE
 from flexmod.program.source import Site, user_site
+from flexmod.program.transforms import is_differentiated
 
 if TYPE_CHECKING:
     from flexmod.program.proxy import Proxy
@@ -138,13 +138,6 @@ class Recorder:
         sites = {order[p]: s for p, s in self.sites.items() if p in order}
         outputs = tuple(order[r.position] for r in results)
         return Program(kind, name, tuple(lines), outputs, tuple(numbers), tuple(captures), sites)
-
-
-def is_differentiated(tensor: Tensor) -> bool:
-    """Whether a gradient, a tangent or a torch.func transform follows a tensor."""
-    if tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _address(tensor: Tensor) -> Hashable:

@@ -125,7 +125,11 @@ def test_full_blocks_need_not_be_told_apart():
     assert made.counts() == (6, 10, 0)
 
 
-def test_an_index_past_a_table_is_an_error():
+@pytest.mark.parametrize("block", [8, 128])
+def test_an_index_past_a_table_is_an_error(block):
+    """At the latest when the elements of its block are looked at."""
     table = torch.arange(40)
+    mask = lambda b, h, q, k: table[q] > k
     with pytest.raises(flexmod.IndexRangeError, match=r"shape \[40\]"):
-        flexmod.create_block_mask(lambda b, h, q, k: table[q] > k, None, None, 41, 41)
+        flexmod.create_block_mask(mask, None, None, 41, 41, BLOCK_SIZE=block).dense()
+    flexmod.create_block_mask(mask, None, None, 40, 41, BLOCK_SIZE=block).dense()

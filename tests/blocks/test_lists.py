@@ -67,7 +67,7 @@ def test_runs_keep_every_tile(table):
     runs = Runs.from_tiles(tiles)
     assert torch.equal(runs.tiles(tiles.shape[1]), tiles)
     assert runs.counts() == (int((tiles == 1).sum()), int((tiles == 2).sum()))
-    assert runs.rows == len(tiles) and runs.indptr.dtype == runs.table.dtype == torch.int32
+    assert runs.rows == len(tiles) and runs.spans.dtype == runs.table.dtype == torch.int32
     for row, spans in zip(table, runs.host, strict=True):
         rebuilt = [0] * len(row)
         for start, stop, full in spans:
@@ -95,7 +95,7 @@ def test_lists_without_a_mask_are_obeyed(table):
     tiles = torch.tensor(table)[None, None]
     counts, indices = (
         [(tiles == kind).sum(-1).int() for kind in (1, 2)],
-        [torch.argsort((tiles != kind).int(), -1, stable=True).int() for kind in (1, 2)],
+        [torch.argsort((tiles != kind).int(), dim=-1, stable=True).int() for kind in (1, 2)],
     )
     made = BlockMask.from_kv_blocks(counts[0], indices[0], counts[1], indices[1], BLOCK_SIZE=(2, 3))
     expected = (tiles > 0).repeat_interleave(2, 2).repeat_interleave(3, 3)
@@ -155,7 +155,7 @@ def test_extents_that_do_not_fit_are_refused(arguments, text):
         flexmod.create_block_mask(lambda b, h, q, k: q + b > k + h, *arguments)
 
 
-@pytest.mark.parametrize("size", [0, -1, (8,), (8, 0), (8, 8, 8), 2.0, "8", None], ids=repr)
+@pytest.mark.parametrize("size", [0, -1, (8,), (8, 0), (8, 8, 8), 2.0, "8", None, True], ids=repr)
 def test_block_sizes_that_are_none_are_refused(size):
     with pytest.raises(ArgumentError, match="BLOCK_SIZE"):
         flexmod.create_block_mask(masks.causal(), None, None, 8, 8, BLOCK_SIZE=size)
@@ -193,12 +193,13 @@ def test_a_changed_capture_makes_a_map_stale():
 
 
 def test_pictures():
+    """A line shows two rows of blocks."""
     made = flexmod.create_block_mask(masks.causal(), None, None, 64, 64, BLOCK_SIZE=16)
-    assert made.to_string().splitlines()[-4:] == ["░   ", "█░  ", "██░ ", "███░"]
+    assert made.to_string().splitlines()[-2:] == ["▓▄  ", "██▓▄"]
     assert "sparsity=37.50%" in str(made) and "shape=(1, 1, 64, 64)" in str(made)
-    heads = flexmod.create_block_mask(
-        lambda b, h, q, k: q >= k * h, None, 6, 64, 64, BLOCK_SIZE=16
-    )
-    assert "2 more" in heads.to_string(limit=4)
-    small = made.to_string(grid_size=2).splitlines()[-2:]
-    assert small == ["░ ", "█░"] and made.to_string((1, 2)).splitlines()[-1] == "░░"
+    heads = flexmod.create_block_mask(lambda b, h, q, k: q >= k * h, None, 6, 64, 64, BLOCK_SIZE=16)
+    assert "2 more" in heads.to_string(limit=4) and "more" not in heads.to_string(limit=6)
+    assert made.to_string(grid_size=2).splitlines()[-1] == "▓▄"
+    assert made.to_string((1, 2)).splitlines()[-1] == "▀▀"
+    nothing = flexmod.create_block_mask(masks.nothing_mask, None, None, 64, 64, BLOCK_SIZE=16)
+    assert set(nothing.to_string()) <= {" ", "\n"}

@@ -99,13 +99,14 @@ def test_range_extremes_of_a_table(table, pairs):
             assert found.lo[n] == found.hi[n] == part[0]
 
 
+FLOATS, LOST = torch.linspace(-1, 1, 70), torch.full((70,), torch.nan)
 FLOAT_MASKS = {
     "a comparison near a tie": lambda b, h, q, k: q / 3 > k / 3,
     "an exact tie": lambda b, h, q, k: (q * 0.1 - k * 0.1) >= 0.0,
     "a square root": lambda b, h, q, k: (q * q + k * k).float().sqrt() < 40.0,
-    "a table of floats": lambda b, h, q, k, t=torch.linspace(-1, 1, 70): t[k] > 0,
-    "a sign of nan": lambda b, h, q, k, t=torch.full((70,), torch.nan): torch.sign(t[k]) == 0,
-    "nan": lambda b, h, q, k, t=torch.full((70,), torch.nan): ~(t[k] < 0),
+    "a table of floats": lambda b, h, q, k: FLOATS[k] > 0,
+    "a sign of nan": lambda b, h, q, k: torch.sign(LOST[k]) == 0,
+    "nan": lambda b, h, q, k: ~(LOST[k] < 0),
     "infinity": lambda b, h, q, k: 1.0 / (q - 30.0) > 0.0,
     "exp": lambda b, h, q, k: torch.exp(-(q - k).abs() * 0.5) > 0.01,
     "log of 0": lambda b, h, q, k: torch.log(k.float()) > 1.0,

@@ -178,7 +178,9 @@ def test_gradients_of_lse_that_is_minus_infinity_do_not_count(lanes, name):
     seed = torch.ones_like(lse)
     plain = torch.autograd.grad((out, lse), leaves, (out, seed), retain_graph=True)
     seed[:, :, 7:] = float("nan")
-    for got, wanted in zip(torch.autograd.grad((out, lse), leaves, (out, seed)), plain, strict=True):
+    for got, wanted in zip(
+        torch.autograd.grad((out, lse), leaves, (out, seed)), plain, strict=True
+    ):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
@@ -205,6 +207,37 @@ def test_half_precision_is_no_worse_than_twice_the_naive_error(lanes, name, dtyp
         error, yardstick = ((x.double() - wanted).abs().max() for x in (got, theirs))
         half_ulp = torch.finfo(got.dtype).eps / 2 * wanted.abs().max()
         assert error <= max(2 * yardstick, half_ulp)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_reach_into_an_engine(lanes, name, dtype):
+    """Scores are worked out in float32, forward and backward, whatever surrounds the call."""
+    leaves = [x.requires_grad_() for x in tensors(lanes(name, dtype), (20, 35))]
+
+    def grads():
+        out = flexmod.flex_attention(*leaves, mods.softcap(2.0), masks.causal(), backend=name)
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    plain = grads()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = grads()
+    for got, wanted in zip(inside, plain, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "fa2"])
+def test_a_score_of_minus_infinity_passes_no_gradient(lanes, name):
+    """log(0): the key is not seen, as if it were masked; so its table entry receives 0."""
+    lane = lanes(name, torch.float32)
+    query, key, value = tensors(lane, (20, 35))
+    table = (torch.arange(35, device=lane.device) % 3).float().requires_grad_()
+    out, lse = flexmod.flex_attention(
+        query, key, value, lambda s, b, h, i, j: s + torch.log(table[j]), return_lse=True,
+        backend=name, kernel_options=TILES,
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(out.square().sum() + lse.sum(), table)
+    assert torch.isfinite(grad).all() and not grad[::3].any() and grad[1::3].all()
 
 
 def test_full_blocks_skip_the_mask(monkeypatch):

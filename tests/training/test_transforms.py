@@ -64,6 +64,33 @@ def test_double_backward_through_a_non_leaf_table():
     assert torch.autograd.gradgradcheck(attention(make, "cpu"), tensors, fast_mode=True)
 
 
+# How the tensors of a call may hang together -> query, key, value and table made of two leaves.
+SHARED = {
+    "one tensor for all": lambda x, t: (x, x, x, t),
+    "one non-leaf for all": lambda x, t: (2 * x, 2 * x, x, t),
+    "key made of query": lambda x, t: (x, x * x, x + 1, t),
+    "table made of query": lambda x, t: (x, x, x, x[0, :, 0, 0] * t),
+    "query made of table": lambda x, t: (x * t[:, None, None], x, x, t),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SHARED)
+def test_double_backward_of_inputs_that_share_a_graph(engine, name):
+    x, t = leaves((1, 2, 4, 3), (2,))
+    call = lambda x, t: attention(mods.alibi, engine)(*SHARED[name](x, t))
+    seed = torch.randn_like(x)
+
+    def grads(create_graph):
+        return torch.autograd.grad(
+            call(x, t), (x, t), seed, create_graph=create_graph, materialize_grads=True
+        )
+
+    for got, wanted in zip(grads(True), grads(False), strict=True):
+        torch.testing.assert_close(got.detach(), wanted)
+    assert torch.autograd.gradgradcheck(call, (x, t), fast_mode=True)
+
+
 def test_double_backward_only_where_asked():
     query, key, value = inputs()
     table = torch.randn(2, dtype=torch.float64)

@@ -181,7 +181,9 @@ gradient_mod softcap(grad, score)
 
 
 @pytest.mark.parametrize(
-    ("mod", "text"), [(mods.alibi(4), ALIBI), (mods.softcap(5.0), SOFTCAP)], ids=["alibi", "softcap"]
+    ("mod", "text"),
+    [(mods.alibi(4), ALIBI), (mods.softcap(5.0), SOFTCAP)],
+    ids=["alibi", "softcap"],
 )
 def test_derivative_program_is_pruned(mod, text):
     program = differentiate(flexmod.trace(mod), frozenset()).program

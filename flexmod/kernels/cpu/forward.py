@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmod.kernels.cpu import walk
-from flexmod.kernels.reference import weighted_sum
 from flexmod.kernels.problem import Inputs, Problem, Result, new_output
+from flexmod.kernels.reference import weighted_sum
 
 
 def forward(problem: Problem, inputs: Inputs) -> Result:

@@ -98,15 +98,14 @@ class Backward:
             *kernel.mod_arguments(problem, self.found, gradient=True),
             *self.plan.arguments(problem, self.buffers),
         ]  # fmt: skip
-        return kernel.Launch(getattr(module, name), programs, arguments, fields, tiles)
+        return kernel.Launch(module, name, programs, arguments, fields, tiles)
 
     def _fields(self, problem: Problem, tiles: tuning.Tiles) -> dict[str, Any]:
         """Compile-time arguments of both kernels."""
         gradient = problem.gradient
-        fields = kernel.fields(problem, self.inputs, tiles, self.found)
+        others = (self.out, self.d_out)
+        fields = kernel.fields(problem, self.inputs, others, tiles, self.found)
         fields["HAS_D_LSE"] = self.d_lse is not None
         fields["HAS_GRADIENT"] = gradient is not None
         fields["HAS_SCORE_GRADIENT"] = gradient is None or gradient.score is not None
-        strides = [s for x in (self.out, self.d_out) for s in x.stride()[:3]]
-        fields["ALIGNED"] = fields["ALIGNED"] and all(s % 8 == 0 for s in strides)
         return fields

@@ -38,10 +38,10 @@ def prepare(
     assert tiles is not None  # `refuses` has looked
     problem, tiles = fitted(problem, tiles)
     ready = Inputs(*kernel.prepared(inputs, found))
-    fields = kernel.fields(problem, ready, tiles, found)
+    out = new_output(problem, ready.query)
+    fields = kernel.fields(problem, ready, [out], tiles, found)
     fields["HAS_SINK"] = problem.sink is not None
     module = kernel.load("fa2_forward.py.jinja", problem, fields, tiles, found)
-    out = new_output(problem, ready.query)
     shape = (problem.batch, problem.heads, problem.q_len)
     lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
     result = Result(out, lse, torch.empty_like(lse))
@@ -56,4 +56,4 @@ def prepare(
         *kernel.strides(ready, out), *plane_strides, *kernel.mod_arguments(problem, found),
     ]  # fmt: skip
     programs = -(-problem.q_len // tiles.q) * problem.batch * problem.heads
-    return kernel.Launch(module.forward, programs, arguments, fields, tiles), result
+    return kernel.Launch(module, "forward", programs, arguments, fields, tiles), result

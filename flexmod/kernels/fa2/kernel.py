@@ -30,11 +30,19 @@ _PASSED = Function(
 
 
 def fields(
-    problem: Problem, inputs: Inputs, tiles: tuning.Tiles, target: tuning.Target
+    problem: Problem,
+    inputs: Inputs,
+    others: Sequence[Tensor],
+    tiles: tuning.Tiles,
+    target: tuning.Target,
 ) -> dict[str, Any]:
-    """Compile-time arguments that the forward and backward kernels share."""
+    """Compile-time arguments that the forward and backward kernels share.
+
+    `others` are the tensors beside query, key and value that are read or written in 16 bytes.
+    """
     block = problem.mask.block_size if problem.mask else (1, 1)
-    strides = [s for x in inputs for s in x.stride()[:3]] + [problem.value_dim]
+    aligned = all(_is_aligned(x) for x in (*inputs, *others))
+    distinct = all(0 not in x.stride()[2:] for x in inputs)  # no row repeated by stride 0
     return {
         "HEAD_DIM": problem.head_dim,
         "VALUE_DIM": problem.value_dim,
@@ -49,9 +57,15 @@ def fields(
         "HAS_MAP": problem.mask is not None,
         "HAS_DROPOUT": problem.dropout_p > 0,
         "WIDE": any(is_wide(x) for x in inputs),
-        "ALIGNED": all(s % 8 == 0 for s in strides),
+        "ALIGNED": aligned,
+        "DESCRIPTORS": aligned and distinct and target.copies_tiles,
         "PRECISION": tuning.precision(target.arch, problem.dtype),
     }
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 8 elements and of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
 
 
 def load(
@@ -105,16 +119,38 @@ def _signature(program: Program | None) -> object:
 class Launch:
     """A kernel with its arguments, ready to run."""
 
-    kernel: Any
+    module: ModuleType
+    name: str
     programs: int  # on a one-dimensional grid, which has no limit of 65,535
     arguments: list[Any]
     fields: dict[str, Any]  # compile-time arguments
     tiles: tuning.Tiles
 
+    @property
+    def kernel(self) -> Any:
+        return getattr(self.module, self.name)
+
     def run(self) -> None:
-        """Whatever Triton raises becomes one BackendError."""
+        """Whatever Triton raises becomes one BackendError.
+
+        A module serves one specialisation, so that after its first launch the compiled kernel is
+        launched directly, unless an argument could change its type: misaligned tensors, wide ints.
+        """
+        direct: dict[Any, Any] = self.module.__dict__.setdefault("_direct", {})
+        fixed = self.fields["ALIGNED"] and all(
+            not isinstance(a, int) or -(2**31) <= a < 2**31
+            for a in self.arguments
+        )
+        key = (self.name, self.arguments[0].device.index) if fixed else None
         try:
-            self.kernel[(self.programs,)](
+            if self.fields["DESCRIPTORS"]:
+                _lend_scratch()
+            if key in direct:
+                names = self.kernel.arg_names[len(self.arguments) :]
+                constants = [self.fields[name] for name in names]
+                direct[key][(self.programs, 1, 1)](*self.arguments, *constants)
+                return
+            compiled = self.kernel[(self.programs,)](
                 *self.arguments,
                 **self.fields,
                 num_warps=self.tiles.warps,
@@ -123,6 +159,17 @@ class Launch:
             )
         except Exception as error:
             raise BackendError(f"fa2 could not build or launch its kernel: {error}") from error
+        if key is not None and hasattr(compiled, "launch_metadata"):  # not in the interpreter
+            direct[key] = compiled
+
+
+def _lend_scratch() -> None:
+    """Descriptors made in a kernel are kept in memory that Triton asks for at each launch."""
+    import triton
+
+    triton.set_allocator(
+        lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda")
+    )
 
 
 def prepared(tensors: Sequence[Tensor], target: tuning.Target) -> list[Tensor]:

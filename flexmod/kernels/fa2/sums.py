@@ -162,8 +162,8 @@ def key_functions(plan: Plan) -> str:
     return "\n\n\n".join([
         _function("start_key_sums(TILE_KV: tl.constexpr, work: tl.constexpr)", [],
                   ["tl.zeros([TILE_KV], work)"] * len(kept)),
-        _function("add_key_sums(sums, results, weight, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr)",
-                  lines, added),
+        _function("add_key_sums(sums, results, weight,\n"
+                  "                 TILE_Q: tl.constexpr, TILE_KV: tl.constexpr)", lines, added),
         _function(f"store_key_sums(sums, plane, keys, kv_len{signature})", stores),
     ])  # fmt: skip
 
@@ -201,7 +201,8 @@ def _add_elements(n: int, load: LoadGradient) -> list[str]:
         size = f"sum{n}_size{axis}"
         lines += [
             f"index = results[{position}]",
-            f"index = tl.minimum(tl.maximum(tl.where(index < 0, index + {size}, index), 0), {size} - 1)",
+            f"index = tl.where(index < 0, index + {size}, index)",
+            f"index = tl.minimum(tl.maximum(index, 0), {size} - 1)",
             f"flat{n} = flat{n} * {size} + index",
         ]
     return [

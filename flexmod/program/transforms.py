@@ -1,0 +1,22 @@
+"""Whether torch's transforms and gradients follow a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a torch.func transform wraps a tensor, so that no Python decision may read it."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation follows a tensor."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether a gradient, a tangent or a transform follows a tensor."""
+    return tensor.requires_grad or is_wrapped(tensor) or has_tangent(tensor)

@@ -1,0 +1,32 @@
+"""The fuzzer of fuzz.py on a few hundred masks, and proof that it would notice a wrong rule."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from flexmod.blocks import ranges
+from flexmod.program.intervals import Interval
+
+CHECK = runpy.run_path(str(Path(__file__).with_name("fuzz.py")))["check"]
+WRONG = {
+    "lt": lambda x, y: Interval(x.hi <= y.lo, x.lo < y.hi),
+    "ge": lambda x, y: Interval(x.lo >= y.hi, x.hi > y.lo),
+    "eq": lambda x, y: Interval((x.hi <= y.lo) & (x.lo >= y.hi), (x.hi > y.lo) & (x.lo < y.hi)),
+}
+
+
+@pytest.mark.parametrize("first", range(1_000_000, 1_000_500, 50))
+def test_random_masks(first):
+    for seed in range(first, first + 50):
+        CHECK(seed)
+
+
+@pytest.mark.parametrize("op", WRONG)
+def test_a_wrong_rule_is_noticed(op, monkeypatch):
+    monkeypatch.setitem(ranges._COMPARISONS, op, WRONG[op])
+    with pytest.raises(AssertionError):
+        for seed in range(2_000_000, 2_000_400):
+            CHECK(seed)
