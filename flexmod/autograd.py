@@ -25,6 +25,9 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
     `score` is the unspecialized score program. Transforms that no fused backward serves
     (torch.func, forward mode, double backward) go through the differentiable reference.
     """
+    if torch.is_autocast_enabled(problem.device.type):  # scores stay in the working precision
+        with torch.autocast(problem.device.type, enabled=False):
+            return attend(problem, inputs, score, wanted)
     choice = choose.choose(problem, wanted)
     captured = problem.score.captures if problem.score else ()
     sinks = () if problem.sink is None else (problem.sink,)

@@ -67,6 +67,12 @@ def _label(pair: tuple[str, torch.dtype]) -> str:
     return f"{pair[0]}-{str(pair[1]).removeprefix('torch.')}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--refresh-golden", action="store_true", help="write tests/golden anew from this checkout"
+    )
+
+
 @pytest.fixture(params=_NUMBERS, ids=_label)
 def lane(request: pytest.FixtureRequest) -> Lane:
     """Every engine in the dtypes whose tolerance is a number."""

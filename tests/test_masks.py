@@ -144,8 +144,8 @@ CASES = {
     "tree batch": (masks.tree(torch.tensor(PARENTS_BATCH)), (9, 9),
                    lambda b, h, i, j: is_ancestor(PARENTS_BATCH[b], i, j)),
     "tree prefix": (masks.tree(PARENTS, prefix=[8, 3]), (9, 17),
-                    lambda b, h, i, j: j < (8, 3)[b] or j - (8, 3)[b] < 9
-                    and is_ancestor(PARENTS, i, j - (8, 3)[b])),
+                    lambda b, h, i, j: j < (8, 3)[b] or (j - (8, 3)[b] < 9
+                    and is_ancestor(PARENTS, i, j - (8, 3)[b]))),
 }  # fmt: skip
 
 

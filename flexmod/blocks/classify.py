@@ -103,7 +103,7 @@ def _segments(grid: Grid, cells: Cells, kind: Tensor, level: int) -> Segments:
     """One segment for each row of blocks that neighbouring squares of one kind cover."""
     row = cells.plane * grid.side(level)[0] + cells.row
     squares = Segments(row, cells.column, cells.column + 1, kind)
-    if not kind.is_cuda:  # fewer to sort; there it would wait for their number
+    if level or not kind.is_cuda:  # fewer to sort, but a GPU waits for their number
         squares = squares.joined()
     if not level:
         return squares

@@ -7,6 +7,7 @@ The rules of `program.intervals` hold for any integers; here most lines are prov
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,7 +31,13 @@ class MaskRanges:
         self.grid = grid
         self.program = specialize(program, grid.extents)
         self.load = table_ranges(self.program)
-        self.proven = _proven(self.program, grid)
+        self.proven = _proven(self.program.instructions, self.program.numbers, grid)
+        self.numbers = {
+            line: _truths(general.settle(general.point(value), line.dtype), line.dtype)
+            for line in self.program.instructions
+            if line.op == "number"
+            for value in [self.program.numbers[line.attr]]
+        }
 
     def __call__(self, cells: Cells, level: int) -> tuple[Tensor, Tensor]:
         """Whether all, and whether any, elements of each square may be visible; bool [cells]."""
@@ -48,8 +55,7 @@ class MaskRanges:
                 found = ranges[line.attr]
                 return Interval(*(x.to(line.dtype) for x in found))
             if line.op == "number":
-                value = general.point(self.program.numbers[line.attr])
-                return _truths(general.settle(value, line.dtype), line.dtype)
+                return self.numbers[line]
             return _truths(self.load(line, args, self._group(line, level)), line.dtype)
 
         every, some = interpret(self.program, leaf, self._apply)[self.program.outputs[0]]
@@ -77,8 +83,12 @@ class MaskRanges:
         return _truths(found, line.dtype)
 
 
-def _proven(program: Program, grid: Grid) -> frozenset[Instruction]:
+@lru_cache(maxsize=256)
+def _proven(
+    lines: tuple[Instruction, ...], numbers: tuple[float | int, ...], grid: Grid
+) -> frozenset[Instruction]:
     """Lines of 32 bits that no indices inside the grid can take out of them."""
+    program = Program("mask", "", lines, (len(lines) - 1,), numbers)
     ranges = {
         name: Interval(general.point(0).lo, general.point(max(extent - 1, 0)).hi)
         for name, extent in grid.extents.items()
@@ -86,7 +96,7 @@ def _proven(program: Program, grid: Grid) -> frozenset[Instruction]:
     limits = torch.iinfo(torch.int32)
     return frozenset(
         line
-        for line, x in zip(program.instructions, bounds(program, ranges), strict=True)
+        for line, x in zip(lines, bounds(program, ranges), strict=True)
         if line.dtype == torch.int32 and (int(x.lo), int(x.hi)) != (limits.min, limits.max)
     )
 

@@ -60,9 +60,9 @@ def plot(mask: BlockMask, b: int = 0, h: int = 0, ax: Any = None) -> Any:
     tiles = plane.tiles()[0, 0].cpu()
     edges = (0, tiles.shape[1] * wide, tiles.shape[0] * high, 0)
     colours = ListedColormap([COLOURS[kind] for kind in NAMES])
-    ax.imshow(tiles, cmap=colours, vmin=0, vmax=2, extent=edges, interpolation="nearest")
+    ax.imshow(tiles.numpy(), cmap=colours, vmin=0, vmax=2, extent=edges, interpolation="nearest")
     if 0 < max(q_len, kv_len) <= _TOKENS_SHOWN:
-        q, kv = plane.dense()[0, 0].cpu().nonzero(as_tuple=True)
+        q, kv = (x.numpy() for x in plane.dense()[0, 0].cpu().nonzero(as_tuple=True))
         area = (220 / max(q_len, kv_len)) ** 2 / 4
         ax.scatter(kv + 0.5, q + 0.5, s=area, marker="s", linewidths=0, color="black", alpha=0.35)
     ax.set(xlim=(0, kv_len), ylim=(q_len, 0), xlabel="kv_idx", ylabel="q_idx", aspect="equal")

@@ -153,7 +153,8 @@ class View(Traced):
         if self.ndim != 1 or len(self) > LARGEST_VECTOR:
             raise TraceError(
                 f"an axis of a captured tensor is left unindexed (shape {list(self.shape)} "
-                f"remains): index every axis, or reduce one trailing axis of at most {LARGEST_VECTOR} entries"
+                "remains): index every axis, or reduce one trailing axis of at most "
+                f"{LARGEST_VECTOR} entries"
             )
         return list(self)
 

@@ -61,7 +61,8 @@ def definition_site(mod: object) -> str:
     """Where a mod is defined: for errors that concern the whole of it."""
     function = getattr(mod, "func", mod)  # a partial
     function = getattr(function, "forward", function)  # a module
-    if not hasattr(function, "__code__"):
-        function = getattr(type(function), "__call__", function)
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else "the mod"
+    for found in (function, getattr(type(function), "__call__", None)):  # noqa: B004
+        code = getattr(found, "__code__", None)
+        if code is not None:
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return "the mod"

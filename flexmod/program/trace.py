@@ -77,8 +77,8 @@ def trace(
     except Exception as error:
         if isinstance(error, FlexmodError) and not isinstance(error, TraceError):
             raise
-        site = watch.site if error is watch.refused else traceback_site(error.__traceback__)
-        site = site or definition_site(mod)
+        found = watch.site if error is watch.refused else traceback_site(error.__traceback__)
+        site = str(found or definition_site(mod))
         raise TraceError(f"{site}\n  {_name(mod)}: {error}") from error.__cause__
     return recorder.program(kind, _name(mod), value)
 

@@ -1,8 +1,11 @@
 """What a user needs to test mods of his own: an oracle, and how to compare with it.
 
 Example:
-    >>> expected, lse, _ = naive(query, key, value, score_mod, mask_mod)
-    >>> assert_matches(flex_attention(query, key, value, score_mod, mask_mod), expected)
+    >>> import flexmod, torch
+    >>> query = key = value = torch.ones(1, 1, 4, 8)
+    >>> causal = flexmod.masks.causal()
+    >>> expected, lse, _ = naive(query, key, value, mask_mod=causal)
+    >>> assert_matches(flexmod.flex_attention(query, key, value, None, causal), expected)
 """
 
 from __future__ import annotations

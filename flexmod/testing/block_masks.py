@@ -53,7 +53,7 @@ def check_block_mask(
         seen = block_mask.visible_rows(first)
         assert torch.equal(part.dense(), seen), f"row {row} of blocks, cut out, has another mask"
         if mask_mod is not None:
-            user = visible(mask_mod, *block_mask.shape, block_mask.device, rows=first)
+            user = visible(mask_mod, batch, heads, q_len, kv_len, block_mask.device, rows=first)
             assert torch.equal(seen, user), f"the mask differs from mask_mod in block row {row}"
         _check_row(part.tiles(), seen, row, (high, wide), exact)
 

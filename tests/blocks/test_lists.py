@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,8 +77,7 @@ def test_runs_keep_every_tile(table):
             rebuilt[start:stop] = [2 if full else 1] * (stop - start)
         assert rebuilt == row
         # A run that touches its neighbour is of the other kind: runs are as long as can be.
-        joined = zip(spans, spans[1:], strict=False)
-        assert all(a[1] < b[0] or a[2] != b[2] for a, b in joined)
+        assert all(a[1] < b[0] or a[2] != b[2] for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -30,8 +30,8 @@ from flexmod import trace
 from flexmod.attention import make_problem
 from flexmod.kernels import tuning
 from flexmod.kernels.fa2 import sums
-from flexmod.kernels.fa2.backward import prepare as prepare_backward
-from flexmod.kernels.fa2.forward import prepare as prepare_forward
+from flexmod.kernels.fa2.backward import Backward
+from flexmod.kernels.fa2.forward import prepare
 from flexmod.kernels.fa2.kernel import Launch
 from flexmod.kernels.problem import Inputs, Saved
 from flexmod.program.gradient import differentiate
@@ -121,22 +121,23 @@ def _launch(case: Case, found: tuning.Target, hints: dict[str, int]) -> tuple[La
     inputs = Inputs(*(torch.zeros(1, 2, SEQLEN, case.head_dim, dtype=dtype) for _ in range(3)))
     score_mod, mask_mod = MODS[case.mod]()
     score = trace(score_mod, "score") if score_mod else None
-    problem = make_problem(inputs, score, mask_mod, None, hints)
+    problem = make_problem(inputs, score, mask_mod, options=hints)
     if tuning.plan(problem, found, case.kernel) is None:
         return None, 0
     if case.kernel == "forward":
-        launch, _ = prepare_forward(problem, inputs, found)
+        launch, _ = prepare(problem, inputs, found)
     else:
         if score is not None:
             slots = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
             gradient = differentiate(score, slots)
             narrow = specialize(gradient.program, problem.extents)
             problem = replace(problem, gradient=replace(gradient, program=narrow))
-        statistics = torch.zeros(1, 2, SEQLEN, dtype=problem.work_dtype)
-        saved = Saved(statistics, statistics, inputs.query)
-        launches, *_ = prepare_backward(problem, inputs, saved, sums.plan(problem), found)
-        launch = launches[case.kernel == "backward_key"]
-    return launch, tuning.shared_bytes(case.kernel, launch.tiles, problem)
+        lse = torch.zeros(1, 2, SEQLEN, dtype=problem.work_dtype)
+        saved = Saved(inputs.query, lse, inputs.query, None)
+        call = Backward(problem, inputs, saved, sums.plan(problem), found)
+        launch = call.over_queries() if case.kernel == "backward_query" else call.over_keys()
+    dims = tuning.padded(problem.head_dim), tuning.padded(problem.value_dim)
+    return launch, tuning.shared_bytes(case.kernel, launch.tiles, dims, problem.dtype.itemsize)
 
 
 def _source(launch: Launch) -> ASTSource:

@@ -30,9 +30,7 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     return Result(result.out.to(problem.dtype), result.lse, result.max_scores)
 
 
-def prepare(
-    problem: Problem, inputs: Inputs, found: tuning.Target
-) -> tuple[kernel.Launch, Result]:
+def prepare(problem: Problem, inputs: Inputs, found: tuning.Target) -> tuple[kernel.Launch, Result]:
     """The launch, and the tensors that it will fill."""
     tiles = tuning.plan(problem, found, "forward")
     assert tiles is not None  # `refuses` has looked

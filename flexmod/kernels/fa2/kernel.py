@@ -138,8 +138,7 @@ class Launch:
         """
         direct: dict[Any, Any] = self.module.__dict__.setdefault("_direct", {})
         fixed = self.fields["ALIGNED"] and all(
-            not isinstance(a, int) or -(2**31) <= a < 2**31
-            for a in self.arguments
+            not isinstance(a, int) or -(2**31) <= a < 2**31 for a in self.arguments
         )
         key = (self.name, self.arguments[0].device.index) if fixed else None
         try:

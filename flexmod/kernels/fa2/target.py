@@ -34,4 +34,5 @@ def target(device: torch.device) -> Target | str:
         found = f"{properties.major}.{properties.minor}"
         return f"it needs compute capability 8.0, this GPU has {found}"
     arch = f"sm_{properties.major}{properties.minor}"
-    return Target(arch, properties.shared_memory_per_block_optin)
+    limit = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
+    return Target(arch, limit)

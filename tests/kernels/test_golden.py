@@ -1,0 +1,115 @@
+"""Rendered kernels are kept as text: a change of them is seen, and meant.
+
+`pytest tests/kernels/test_golden.py --refresh-golden` writes them anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+import flexmod
+from flexmod.attention import make_problem
+from flexmod.kernels import compile as kernels
+from flexmod.kernels.problem import Inputs, Saved
+from flexmod.kernels.tuning import Target
+from flexmod.program.gradient import differentiate
+from flexmod.program.specialize import specialize
+
+pytest.importorskip("triton")
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODS = runpy.run_path(str(Path(__file__).parent / "kernel_mods.py"))["MODS"]
+TARGET = Target("sm_90", 227 << 10)
+TRAINED = ("none", "alibi_causal", "relative_bias", "softcap_causal")
+FILES = [f"forward_{name}" for name in MODS] + [f"backward_{name}" for name in TRAINED]
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """`rendered(file)`: the text that the engine would compile for a GPU, without compiling it."""
+    found = []
+
+    def load(signature, render, fields, toolchain):
+        found.append(render())
+        return MagicMock()
+
+    monkeypatch.setattr(kernels, "load", load)
+
+    def text(file):
+        direction, _, name = file.partition("_")
+        found.clear()
+        {"forward": forward, "backward": backward}[direction](*MODS[name]())
+        assert len(set(found)) == 1
+        return found[0]
+
+    return text
+
+
+def problem_of(score_mod, mask_mod):
+    inputs = Inputs(*(torch.zeros(1, 2, 1024, 64, dtype=torch.bfloat16) for _ in range(3)))
+    score = flexmod.trace(score_mod, "score") if score_mod else None
+    return make_problem(inputs, score, mask_mod), inputs, score
+
+
+def forward(score_mod, mask_mod):
+    from flexmod.kernels.fa2.forward import prepare
+
+    problem, inputs, _ = problem_of(score_mod, mask_mod)
+    prepare(problem, inputs, TARGET)
+
+
+def backward(score_mod, mask_mod):
+    from flexmod.kernels.fa2 import sums
+    from flexmod.kernels.fa2.backward import Backward
+
+    problem, inputs, score = problem_of(score_mod, mask_mod)
+    if score is not None:
+        floats = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
+        gradient = differentiate(score, floats)
+        narrow = specialize(gradient.program, problem.extents)
+        problem = replace(problem, gradient=replace(gradient, program=narrow))
+    saved = Saved(inputs.query, torch.zeros(1, 2, 1024), inputs.query, None)
+    call = Backward(problem, inputs, saved, sums.plan(problem), TARGET)
+    call.over_queries(), call.over_keys()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_rendered_kernels_are_the_kept_ones(file, rendered, request):
+    text, path = rendered(file), GOLDEN / f"{file}.txt"
+    if request.config.getoption("--refresh-golden"):
+        path.write_text(text)
+        return
+    assert path.exists(), f"{path.name} is missing: run with --refresh-golden and look at it"
+    kept = path.read_text()
+    change = difflib.unified_diff(kept.splitlines(), text.splitlines(), "kept", "rendered", n=1)
+    assert text == kept, "\n".join([*change, "if this is meant: --refresh-golden"])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_rendered_kernels_read_as_python(file, rendered):
+    text = rendered(file)
+    functions = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) == len(set(functions))  # none hides another
+    assert "{{" not in text and "{%" not in text and "\n\n\n\n" not in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert text.endswith("\n") and not text.endswith("\n\n")
+
+
+def test_no_kept_kernel_is_left_over():
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == sorted(FILES)
+
+
+def test_a_text_depends_on_the_structure_alone(rendered):
+    """Other numbers and other contents of tables: the same text."""
+    first = rendered("forward_alibi_causal")
+    MODS["other slopes"] = lambda: (flexmod.mods.alibi([0.3, 0.7]), flexmod.masks.causal())
+    assert rendered("forward_other slopes") == first
+    del MODS["other slopes"]
