@@ -28,14 +28,14 @@ class Dependence(NamedTuple):
 _UNITS = {"q_idx": (1, 0), "kv_idx": (0, 1)}
 
 
-_known: dict[object, list[Dependence]] = {}
+_known: dict[int, list[Dependence]] = {}
 
 
 def dependence(program: Program) -> list[Dependence]:
     """One entry a line; remembered."""
-    if program.instructions not in _known:
-        _known[program.instructions] = _dependence(program)
-    return _known[program.instructions]
+    if program.key not in _known:
+        _known[program.key] = _dependence(program)
+    return _known[program.key]
 
 
 def _dependence(program: Program) -> list[Dependence]:
@@ -78,7 +78,12 @@ def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[
     return (0, 0) if all(f == (0, 0) for f in forms) else None
 
 
+_gathering: dict[int, bool] = {}
+
+
 def gathers(program: Program) -> bool:
     """Whether a captured tensor is read at an index that depends on q_idx and kv_idx at once."""
-    pairs = zip(program.instructions, dependence(program), strict=True)
-    return any(line.op == "load" and found.reads_both for line, found in pairs)
+    if program.key not in _gathering:
+        pairs = zip(program.instructions, dependence(program), strict=True)
+        _gathering[program.key] = any(i.op == "load" and d.reads_both for i, d in pairs)
+    return _gathering[program.key]

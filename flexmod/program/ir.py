@@ -18,6 +18,7 @@ ARGUMENTS = {
 LEAVES = ("input", "number", "load")
 
 Value = TypeVar("Value")
+_interned: dict[Hashable, int] = {}
 
 
 class Instruction(NamedTuple):
@@ -65,6 +66,11 @@ class Program:
     def structure(self) -> Hashable:
         kinds = tuple((tensor.dtype, tensor.ndim) for tensor in self.captures)
         return (self.kind, self.instructions, self.outputs, kinds)
+
+    @cached_property
+    def key(self) -> int:
+        """A small number for `structure`, the same for equal ones: hashing it once is enough."""
+        return _interned.setdefault(self.structure, len(_interned))
 
     @property
     def dtype(self) -> torch.dtype:

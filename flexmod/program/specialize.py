@@ -14,7 +14,7 @@ from flexmod.program.ir import Instruction, Load, Program
 
 _INT32 = torch.iinfo(torch.int32)
 _NATURAL = {"floordiv": "floordiv_natural", "mod": "mod_natural"}
-_memory: OrderedDict[object, tuple[tuple[Instruction, ...], dict[int, int]]] = OrderedDict()
+_memory: OrderedDict[object, tuple[Program, dict[int, int], int]] = OrderedDict()
 _MEMORY_SIZE = 512
 
 
@@ -25,21 +25,32 @@ def specialize(program: Program, extents: Mapping[str, int]) -> Program:
     operands become plain ones, and each axis of each load is marked "proven" (index in
     [0, length)), "wrap" (in [-length, length)) or "check" (may be out of range).
     """
-    shapes = tuple(tuple(c.shape) for c in program.captures)
-    key = (program.structure, program.numbers, shapes, tuple(sorted(extents.items())))
-    if key not in _memory:
+    shapes = tuple(c.shape for c in program.captures)
+    memory = (program.key, program.numbers, shapes, tuple(extents.items()))
+    if memory not in _memory:
         ranges = {
             name: Interval(point(0).lo, point(max(extent - 1, 0)).hi)
             for name, extent in extents.items()
         }
         ends = [(i.lo.item(), i.hi.item()) for i in bounds(program, ranges)]
-        _memory[key] = _Narrower(program, ends).run()
+        instructions, moved = _Narrower(program, ends).run()
+        outputs = tuple(moved[n] for n in program.outputs)
+        narrow = replace(program, instructions=instructions, outputs=outputs, captures=(), sites={})
+        _memory[memory] = (narrow, moved, replace(narrow, captures=program.captures).key)
         if len(_memory) > _MEMORY_SIZE:
             _memory.popitem(last=False)
-    instructions, moved = _memory[key]
-    sites = {moved[n]: site for n, site in program.sites.items()}
-    outputs = tuple(moved[n] for n in program.outputs)
-    return replace(program, instructions=instructions, outputs=outputs, sites=sites)
+    narrow, moved, key = _memory[memory]
+    found = Program(
+        program.kind,
+        program.name,
+        narrow.instructions,
+        narrow.outputs,
+        program.numbers,
+        program.captures,
+        {moved[n]: site for n, site in program.sites.items()},
+    )
+    found.__dict__["key"] = key  # as `Program.key` would find it
+    return found
 
 
 class _Narrower:

@@ -105,9 +105,7 @@ FORMS = {
     "three tables": (
         lambda t, u, w: lambda s, b, h, i, j: s * t[h] + u[i] * w[j, h], [(HQ,), (Q,), (KV, HQ)],
     ),
-    "through an int table": (
-        lambda t: lambda s, b, h, i, j: s + t[TABLE_OF_ROWS[j], h], [(5, HQ)],
-    ),
+    "int table": (lambda t: lambda s, b, h, i, j: s + t[TABLE_OF_ROWS[j], h], [(5, HQ)]),
     "embeddings": (
         lambda t, u: lambda s, b, h, i, j: s + t[i, 0] * u[0, j] + t[i, 1] * u[1, j],
         [(Q, 2), (2, KV)],
@@ -118,9 +116,7 @@ FORMS = {
     "sliced": (lambda t: _captured(t[1::2, :KV]), [(2 * Q + 1, KV + 2)]),
     "view made in the mod": (lambda t: lambda s, b, h, i, j: s + (2 * t).T[i, j], [(KV, Q)]),
     "score not used": (lambda t: lambda s, b, h, i, j: t[h] * (i - j), [(HQ,)]),
-    "hidden where not used": (
-        lambda t: lambda s, b, h, i, j: torch.where(i > j, s + t[i], s - t[j]), [(KV,)],
-    ),
+    "chosen": (lambda t: lambda s, b, h, i, j: torch.where(i > j, s + t[i], s - t[j]), [(KV,)]),
 }  # fmt: skip
 
 

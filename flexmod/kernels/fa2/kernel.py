@@ -112,7 +112,7 @@ def load(
 def _signature(program: Program | None) -> object:
     if program is None:
         return None
-    return program.structure, tuple(is_wide(c) for c in program.captures)
+    return program.key, tuple(is_wide(c) for c in program.captures)
 
 
 @dataclass(frozen=True)
