@@ -5,8 +5,8 @@
 Each map is built in a process of its own, so that the peak of one does not hide that of another.
 Times are the best of five later calls (of one for torch): CPU time of one core on a CPU, elapsed
 time on a GPU. Memory is what the process holds at most during the first call beyond what it held
-before. torch is given up to
---peer-len tokens only, as its memory grows with the square of the length.
+before. torch is given up to --peer-len tokens only, as its memory grows with the square of the
+length.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--peer-len", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--builders", default=",".join(BUILDERS))
     parser.add_argument("--limit", type=float, default=120, help="seconds for one figure")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
@@ -156,15 +157,16 @@ def main() -> None:
         builder, row, length = options.one
         print(json.dumps(measure(builder, row, int(length), options.device)))
         return
+    builders = options.builders.split(",")
     lengths = sorted({min(options.peer_len, options.max_len), options.max_len})
     results = []
-    print(f"{'mask':<22}{'tokens':>9}  " + "".join(f"{b:>26}" for b in BUILDERS))
+    print(f"{'mask':<22}{'tokens':>9}  " + "".join(f"{b:>26}" for b in builders))
     for length in lengths:
         for row in rows(1024, "cpu"):
             if options.rows not in row:
                 continue
             found = {}
-            for builder in BUILDERS:
+            for builder in builders:
                 if builder == "flexmod" or length <= options.peer_len:
                     found[builder] = in_own_process(
                         builder, row, length, options.device, options.limit

@@ -98,10 +98,17 @@ def _twice(
     d_out: Tensor | None,
     d_lse: Tensor | None,
 ) -> list[Tensor | None]:
-    """The same gradients as differentiable functions of the inputs, from the reference."""
-    result = reference.forward(problem, Inputs(*tensors[:3]))
+    """The same gradients as differentiable functions of the inputs, from the reference.
+
+    Taken with respect to copies, as the inputs may be functions of each other.
+    """
+    copies = [x.view_as(x) for x in tensors]
+    sinks = 0 if problem.sink is None else 1
+    score = problem.score and replace(problem.score, captures=tuple(copies[3 + sinks :]))
+    sink = copies[3] if sinks else None
+    result = reference.forward(replace(problem, score=score, sink=sink), Inputs(*copies[:3]))
     pairs = [(x, g) for x, g in zip(result[:2], (d_out, d_lse), strict=True) if g is not None]
-    wanted = [x for x, need in zip(tensors, needed, strict=True) if need]
+    wanted = [x for x, need in zip(copies, needed, strict=True) if need]
     outputs, seeds = zip(*pairs, strict=True)
     grads = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=True, allow_unused=True))
     return [next(grads) if need else None for need in needed]

@@ -21,8 +21,12 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     work = problem.work_dtype
     query = inputs.query.to(work)
     key, value = (_per_query_head(x.to(work), problem) for x in (inputs.key, inputs.value))
+    visible = visible_positions(problem)
+    if visible is not None:  # what no query sees may be anything, NaN too
+        seen = visible.any(-2).expand(*key.shape[:3]).unsqueeze(-1)
+        key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
     score = query @ key.transpose(-1, -2) * problem.scale
-    score = visible_scores(problem, score)
+    score = modified_scores(problem, score, visible)
     lowest = score.new_full((*score.shape[:-1], 1), -torch.inf)
     top = score.detach().amax(-1, keepdim=True) if problem.kv_len else lowest
     sink = None if problem.sink is None else problem.sink.to(work).view(-1, 1, 1)
@@ -52,18 +56,22 @@ def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
     return torch.where(seen > 0, torch.nan, weight @ torch.where(finite, value, 0.0))
 
 
-def visible_scores(problem: Problem, score: Tensor) -> Tensor:
+def visible_positions(problem: Problem) -> Tensor | None:
+    """The mask, broadcastable to [B, Hq, Q, KV]; None: all is visible."""
+    if problem.mask_program is None:
+        return None
+    (visible,), invalid = evaluate(problem.mask_program, index_inputs(problem))
+    raise_if_invalid(problem.mask_program, invalid, None)
+    return visible.expand(*visible.shape[:-2], problem.q_len, problem.kv_len)
+
+
+def modified_scores(problem: Problem, score: Tensor, visible: Tensor | None) -> Tensor:
     """Scores after score_mod, -inf where masked; [B, Hq, Q, KV]."""
-    indices = index_inputs(problem)
-    visible: Tensor | None = None
-    if problem.mask_program is not None:
-        (visible,), invalid = evaluate(problem.mask_program, indices)
-        raise_if_invalid(problem.mask_program, invalid, None)
     if problem.score is not None:
-        shape = score.shape
-        (value,), invalid = evaluate(problem.score, {**indices, "score": score})
+        inputs = {**index_inputs(problem), "score": score}
+        (value,), invalid = evaluate(problem.score, inputs)
         raise_if_invalid(problem.score, invalid, visible)
-        score = value.expand(shape)
+        score = value.expand(score.shape)
     return score if visible is None else torch.where(visible, score, -torch.inf)
 
 

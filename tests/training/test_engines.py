@@ -146,7 +146,8 @@ def test_empty_rows_on_poisoned_buffers(poisoned, lanes, check_gradients, name):
     assert not found["key"][:, :, 9:].any() and not found["value"][:, :, 9:].any()
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "fa2"])
+# Not fa2: within a partial tile its products take hidden rows along, as torch's do (docs/design.md).
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("make", [None, mods.softcap(2.0)], ids=["plain", "softcap"])
 def test_what_a_mask_hides_may_be_nan(lanes, name, make):
     """Keys and values that no query sees: finite gradients, and 0 there."""
@@ -226,7 +227,8 @@ def test_autocast_does_not_reach_into_an_engine(lanes, name, dtype):
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "fa2"])
+# Not the reference: autograd of the definition is 0 times infinity there.
+@pytest.mark.parametrize("name", ["cpu", "fa2"])
 def test_a_score_of_minus_infinity_passes_no_gradient(lanes, name):
     """log(0): the key is not seen, as if it were masked; so its table entry receives 0."""
     lane = lanes(name, torch.float32)
