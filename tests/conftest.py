@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; before torch is imported
+    os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 HAS_CUDA = torch.cuda.is_available()

@@ -37,7 +37,7 @@ from flexmod.kernels.problem import Inputs, Saved
 from flexmod.program.gradient import differentiate
 from flexmod.program.specialize import specialize
 
-GROUPS = ("mods", "heads", "backward", "wide")
+GROUPS = ("mods", "few", "heads", "backward", "wide")
 SEQLEN = 1024  # long enough for full tiles
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
@@ -79,7 +79,10 @@ class Usage:
 
 
 def cases(groups: list[str]) -> Iterator[Case]:
-    """`mods`: all mods at D 64; `heads`: a few at D 128; `wide`: other dtypes and dims."""
+    """`mods`: all mods at D 64; `few` of them; `heads`: D 128; `wide`: other dtypes and dims."""
+    if "few" in groups:
+        mods = ("none", "relative_bias", "documents", "floor_division")
+        yield from (Case(mod, arch, "bfloat16", 64) for mod in mods for arch in TARGETS)
     if "mods" in groups:
         yield from (Case(mod, arch, "bfloat16", 64) for mod in MODS for arch in TARGETS)
     if "heads" in groups:

@@ -81,7 +81,8 @@ class Mask:
             return at[tree]
         name, *operands = tree
         if name.startswith("load"):
-            table = self.tables.setdefault(tuple(operands[0]), torch.tensor(operands[0]))
+            key = (type(operands[0][0]), *operands[0])  # False equals 0
+            table = self.tables.setdefault(key, torch.tensor(operands[0]))
             index = self._run(operands[1], at) % (len(table) * (2 if "negative" in name else 1))
             return table[index - len(table) if "negative" in name else index]
         x, *rest = (self._run(o, at) for o in operands)

@@ -71,14 +71,14 @@ class _Row:
             key, value = self.key[:, :, keys.span], self.value[:, :, keys.span]
             raw = (self.query @ key.transpose(-1, -2)).view(*self.shape, -1)
             score = walk.modified(self.problem, raw, indices, visible)
-            weight = torch.sub(score, self.lse).exp_()
+            weight = walk.subtracted(self.problem, score, self.lse).exp_()
             d_weight = (self.d_out @ value.transpose(-1, -2)).view(*self.shape, -1)
             keep = walk.kept(self.problem, indices)
             shown = weight
             if keep is not None:
                 shown, d_weight = weight * keep, d_weight * keep
             d_score = d_weight.sub_(self.delta).mul_(weight)
-            grad = self._through_mod(d_score, raw, indices, weight == 0, sums)
+            grad = self._through_mod(d_score, raw, indices, weight, sums)
             _add(d_value[:, :, keys.span], self._grouped(shown).mT @ self.d_out)
             if grad is not None:
                 flat = self._grouped(grad)
@@ -90,7 +90,7 @@ class _Row:
         grad: Tensor,
         score: Tensor,
         indices: dict[str, Tensor],
-        unseen: Tensor,
+        weight: Tensor,
         sums: captures.Accumulator,
     ) -> Tensor | None:
         """The derivative of score_mod: to the raw score, and to captured tensors.
@@ -100,6 +100,7 @@ class _Row:
         gradient = self.problem.gradient
         if gradient is None:
             return grad
+        unseen = weight == 0
         inputs = {**indices, "grad": grad, "score": score}
         outputs, _ = evaluate(gradient.program, inputs)
         for load in gradient.loads:

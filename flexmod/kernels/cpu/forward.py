@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,11 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
     top = torch.empty_like(lse)
     key, value = (x.to(problem.work_dtype) for x in (inputs.key, inputs.value))
+    # Hidden values that are NaN must not count; looked for once, as it takes a pass.
+    product = torch.matmul if bool(value.isfinite().all()) else weighted_sum
     for row in walk.walk(problem, inputs):
         query = inputs.query[row.queries].to(problem.work_dtype) * problem.scale
-        result = _attend(problem, query, key[row.keys], value[row.keys], row)
+        result = _attend(problem, query, key[row.keys], value[row.keys], row, product)
         for target, source in zip((out, lse, top), result, strict=True):
             target[row.queries] = source
     return Result(out, lse, top)
@@ -30,6 +34,7 @@ def _attend(
     key: Tensor,  # [b | 1, kv heads, KV, E]
     value: Tensor,  # [b | 1, kv heads, KV, Ev]
     row: walk.Row,
+    product: Callable[[Tensor, Tensor], Tensor],  # of weights and values
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and maximum of one row of query blocks."""
     batch, heads, rows, _ = query.shape
@@ -45,12 +50,12 @@ def _attend(
         score = walk.modified(problem, score.view(batch, heads, rows, -1), indices, visible)
         higher = torch.maximum(top, score.amax(-1, keepdim=True))
         origin = torch.where(higher == -torch.inf, 0.0, higher)  # nothing seen so far
-        weight = torch.sub(score, origin).exp_()
+        weight = walk.subtracted(problem, score, origin).exp_()
         rescale = torch.exp(top - origin)
         total = total * rescale + weight.sum(-1, keepdim=True)
         keep = walk.kept(problem, indices)
         weight = weight if keep is None else weight * keep
-        seen = weighted_sum(weight.view(*grouped, -1), value[:, :, keys.span])
+        seen = product(weight.view(*grouped, -1), value[:, :, keys.span])
         out = out * rescale.view(*grouped, 1) + seen
         top = higher
     return _finish(problem, row, out.view(batch, heads, rows, -1), total, top)

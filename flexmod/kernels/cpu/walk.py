@@ -119,6 +119,11 @@ def modified(
     return score if visible is None else torch.where(visible, score, -torch.inf)
 
 
+def subtracted(problem: Problem, score: Tensor, origin: Tensor) -> Tensor:
+    """score - origin, in place unless a score_mod made the score: that may be a captured tensor."""
+    return score.sub_(origin) if problem.score is None else score - origin
+
+
 def kept(problem: Problem, indices: dict[str, Tensor]) -> Tensor | None:
     """Dropout's multiplier of the probabilities: 0 or 1 / (1 - p); None without dropout."""
     if not problem.dropout_p:
