@@ -29,9 +29,7 @@ def flexmod_call(row: Row, tensors: list[torch.Tensor], options: dict[str, Any])
     n = query.shape[2]
     mask = mask_mod and flexmod.create_block_mask(mask_mod, None, None, n, n, query.device)
     return (
-        lambda: flexmod.flex_attention(
-            query, key, value, score_mod, mask, kernel_options=options
-        ),
+        lambda: flexmod.flex_attention(query, key, value, score_mod, mask, kernel_options=options),
         learned,
         mask,
     )

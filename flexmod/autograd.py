@@ -67,6 +67,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        kind = ctx.problem.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return _Attention.backward(ctx, d_out, d_lse, _)
         *tensors, out, lse = ctx.saved_tensors
         problem: Problem = ctx.problem
         needed = ctx.needs_input_grad[3:]

@@ -15,6 +15,7 @@ from flexmod.program import dependence
 
 SMALLEST = 16  # tensor cores take no smaller tile
 HINTS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # kernel_options, as fields of Tiles
+_LONG_MODS = 8  # instructions a pair, beyond which a mod wants more registers
 _BARRIERS = 1024  # bytes of shared memory that a compiler may add
 
 
@@ -42,7 +43,7 @@ class Target(NamedTuple):
 class Row(NamedTuple):
     """Tiles of a kernel for targets whose arch starts with `arch`, types up to `itemsize` bytes
     and padded head dimensions up to `dim`. `kernel` may be part of a kernel's name; those of mods
-    that gather end in "_gather"."""
+    that gather end in "_gather", those of long mods in "_long"."""
 
     kernel: str
     arch: str
@@ -57,11 +58,12 @@ ROWS = [
     Row("forward_gather", "sm_10", 2, 128, Tiles(64, 32, 8, 2)),
     Row("forward_gather", "", 2, 64, Tiles(64, 64, 4, 2)),
     Row("forward_gather", "", 2, 128, Tiles(64, 64, 8, 2)),
+    Row("forward_long", "sm_9", 2, 64, Tiles(128, 64, 8, 3)),
     Row("forward", "sm_9", 2, 64, Tiles(128, 64, 4, 3)),
     Row("forward", "sm_9", 2, 128, Tiles(128, 64, 8, 3)),
     Row("forward", "sm_9", 2, 256, Tiles(64, 64, 8, 2)),
     Row("forward", "sm_10", 2, 64, Tiles(128, 64, 8, 3)),
-    Row("forward", "sm_10", 2, 128, Tiles(64, 64, 8, 2)),
+    Row("forward", "sm_10", 2, 128, Tiles(64, 32, 8, 2)),
     Row("forward", "gfx", 2, 128, Tiles(128, 64, 4, 1)),
     Row("forward", "", 2, 64, Tiles(128, 64, 8, 3)),
     Row("forward", "", 2, 128, Tiles(128, 64, 8, 2)),
@@ -109,9 +111,17 @@ def gathers(problem: Problem) -> bool:
     return problem.score is not None and dependence.gathers(problem.score)
 
 
+def _effort(problem: Problem) -> int:
+    programs = (problem.score, problem.mask_program)
+    return max((dependence.effort(p) for p in programs if p is not None), default=0)
+
+
 def plan(problem: Problem, target: Target, kernel: str) -> Tiles | None:
     """The tiles of a kernel for a problem; None if no tiles fit (see `refuses` of the engine)."""
-    kernel = f"{kernel}_gather" if gathers(problem) else kernel
+    if gathers(problem):
+        kernel += "_gather"
+    elif _effort(problem) > _LONG_MODS:
+        kernel += "_long"
     dims = (padded(problem.head_dim), padded(problem.value_dim))
     lengths = (padded(problem.q_len), padded(problem.kv_len))
     hints = tuple(problem.options.get(name) for name in HINTS)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexmod.program.ir import Instruction, Program, interpret
+from flexmod.program.ir import LEAVES, Instruction, Program, interpret
 
 
 class Dependence(NamedTuple):
@@ -79,6 +79,20 @@ def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[
 
 
 _gathering: dict[int, bool] = {}
+_effort: dict[int, int] = {}
+_LONG = {"floordiv": 6, "mod": 6, "pow": 8, "expm1": 6, "log1p": 6, "round": 4}
+
+
+def effort(program: Program) -> int:
+    """About how many instructions a program spends on each pair of positions."""
+    if program.key not in _effort:
+        pairs = zip(program.instructions, dependence(program), strict=True)
+        _effort[program.key] = sum(
+            _LONG.get(line.op, 1)
+            for line, found in pairs
+            if line.op not in LEAVES and (found.reads_both or "score" in found.inputs)
+        )
+    return _effort[program.key]
 
 
 def gathers(program: Program) -> bool:

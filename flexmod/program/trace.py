@@ -14,14 +14,16 @@ from torch.overrides import TorchFunctionMode
 import flexmod.program.activations
 import flexmod.program.casts
 import flexmod.program.composites
+import flexmod.program.elementary
 import flexmod.program.vectors  # noqa: F401  (these register what they record)
 from flexmod import counters
 from flexmod.errors import FlexmodError, TraceError
 from flexmod.program.ir import ARGUMENTS, Program
-from flexmod.program.proxy import CHANGES_CAPTURE, Proxy, View, inplace_base
+from flexmod.program.proxy import CHANGES_CAPTURE, Proxy, inplace_base
 from flexmod.program.record import Recorder
 from flexmod.program.refusals import RANDOM
 from flexmod.program.source import Site, definition_site, traceback_site, user_site
+from flexmod.program.views import View
 
 
 def trace(

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.errors import TraceError
-from flexmod.program.proxy import LARGEST_VECTOR, Proxy, Traced, View, call, named
+from flexmod.program.proxy import Proxy, Traced, call, named
+from flexmod.program.views import LARGEST_VECTOR, View
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "dot", "inner", "vdot", "matmul", "__matmul__",
               "__rmatmul__", "take", "gather", "index_select", "embedding")  # fmt: skip

@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.xdist_group("compile")  # one worker: the fixture takes minutes
 
 HERE = Path(__file__).parent
 GROUPS = {"sm_80": "few", "sm_90": "mods", "sm_100": "few", "gfx942": "mods"}
 LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-# Bytes a thread that may be spilled, by target and mod. `functions` is longer than real mods.
-TOLERATED = {
-    ("sm_90", "floor_division"): 40,
-    ("sm_90", "functions"): 2048,
-    ("sm_100", "softcap_causal"): 48,
-    ("sm_100", "documents"): 48,
-}
 # What the planner does not count: Triton's pipelining of tables that are gathered from, and
 # layout conversions through shared memory.
 BEYOND_THE_PLAN = ("sm_90", "sm_100")
@@ -80,8 +74,7 @@ def test_no_forward_kernel_spills(usages, arch):
     spilling = {
         _label(row["case"]): row["usage"]["spills"]
         for row in usages[arch]
-        if row["case"]["kernel"] == "forward"
-        and row["usage"]["spills"] > TOLERATED.get((arch, row["case"]["mod"]), 0)
+        if row["case"]["kernel"] == "forward" and row["usage"]["spills"]
     }
     assert not spilling
 

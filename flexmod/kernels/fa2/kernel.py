@@ -102,9 +102,15 @@ def load(
         )
 
     signature = (template, problem.dtype, fast, plan, *map(_signature, programs))
+    # The types of captured tensors too: a module serves launches of one signature only.
+    captured = tuple(c.dtype for p in programs if p is not None for c in p.captures)
     everything = {
-        "dtype": problem.dtype, **noted, "warps": tiles.warps, "stages": tiles.stages,
-    }  # fmt: skip
+        "dtype": problem.dtype,
+        **noted,
+        "warps": tiles.warps,
+        "stages": tiles.stages,
+        "captures": captured,
+    }
     toolchain = f"triton {triton.__version__}, {target.arch}"
     return kernel_cache.load(signature, render, everything, toolchain)
 
