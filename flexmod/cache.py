@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from flexmod.counters import COUNTS, Counts
@@ -21,7 +21,8 @@ def stats() -> Counts:
 
 def reset_stats() -> None:
     """Set all totals to 0."""
-    COUNTS.__init__()  # type: ignore[misc]
+    for field in fields(COUNTS):
+        setattr(COUNTS, field.name, 0)
 
 
 def clear_memory() -> None:
