@@ -19,7 +19,7 @@ from flexmod.blocks.overlay import shared, transpose
 from flexmod.blocks.runs import EMPTY, Runs
 from flexmod.errors import BlockMaskError
 from flexmod.program import Program
-from flexmod.program.evaluate import evaluate, raise_if_invalid
+from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 from flexmod.program.specialize import specialize
 
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -132,14 +132,8 @@ class BlockMask:
         batch, heads, q_len, kv_len = self.shape
         extents = {"b": batch, "h": heads, "q_idx": q_len, "kv_idx": kv_len}
         program = specialize(self.program, extents)
-        count = lambda n: torch.arange(n, device=self.device)  # noqa: E731
-        inputs = {
-            "b": count(batch)[:, None, None, None],
-            "h": count(heads)[:, None, None],
-            "q_idx": q_idx[:, None],
-            "kv_idx": count(kv_len),
-        }
-        (visible,), invalid = evaluate(program, inputs)
+        b, h, kv_idx = (torch.arange(n, device=self.device) for n in (batch, heads, kv_len))
+        (visible,), invalid = evaluate(program, on_grid(b, h, q_idx, kv_idx))
         raise_if_invalid(program, invalid, None)
         return visible.expand(batch, heads, len(q_idx), kv_len)
 

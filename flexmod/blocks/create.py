@@ -13,7 +13,7 @@ from flexmod.blocks.block_mask import BlockMask
 from flexmod.blocks.runs import PARTIAL, Runs
 from flexmod.errors import ArgumentError, BlockMaskError, DeviceError
 from flexmod.program import Program, trace
-from flexmod.program.evaluate import evaluate, raise_if_invalid
+from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 from flexmod.program.specialize import specialize
 
 BlockSize = int | tuple[int, int]
@@ -81,14 +81,8 @@ def create_mask(
     program = trace(mod_fn, device=device or torch.get_default_device())
     shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
     where = _device(program, device)
-    batch, heads, q, kv = (torch.arange(n, device=where) for n in shape)
-    inputs = {
-        "b": batch[:, None, None, None],
-        "h": heads[:, None, None],
-        "q_idx": q[:, None],
-        "kv_idx": kv,
-        "score": torch.zeros((), device=where),
-    }
+    inputs = on_grid(*(torch.arange(n, device=where) for n in shape))
+    inputs["score"] = torch.zeros((), device=where)
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True))
     narrow = specialize(program, extents)
     (value,), invalid = evaluate(narrow, inputs)

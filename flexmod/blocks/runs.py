@@ -128,9 +128,5 @@ class Runs:
         full = int(((stop - start) * (kind == FULL)).sum())
         return int((stop - start).sum()) - full, full
 
-    def rows_at(self, index: Tensor | slice) -> Runs:
-        """Some of the rows; the table is shared."""
-        return Runs(self.spans[index], self.table)
-
     def to(self, device: torch.device | str) -> Runs:
         return Runs(self.spans.to(device), self.table.to(device))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexmod.kernels import dropout
 from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
-from flexmod.program.evaluate import evaluate, raise_if_invalid
+from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 from flexmod.program.transforms import is_wrapped
 
 
@@ -77,13 +77,8 @@ def modified_scores(problem: Problem, score: Tensor, visible: Tensor | None) -> 
 
 def index_inputs(problem: Problem) -> dict[str, Tensor]:
     """The four indices, shaped to broadcast to [B, Hq, Q, KV]."""
-    count = lambda n: torch.arange(n, device=problem.device)  # noqa: E731
-    return {
-        "b": count(problem.batch)[:, None, None, None],
-        "h": count(problem.heads)[:, None, None],
-        "q_idx": count(problem.q_len)[:, None],
-        "kv_idx": count(problem.kv_len),
-    }
+    counts = (torch.arange(n, device=problem.device) for n in problem.extents.values())
+    return on_grid(*counts)
 
 
 def _per_query_head(x: Tensor, problem: Problem) -> Tensor:

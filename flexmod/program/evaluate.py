@@ -21,6 +21,16 @@ class Evaluation(NamedTuple):
     invalid: Tensor | None
 
 
+def on_grid(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> dict[str, Tensor]:
+    """Inputs of `evaluate` for all combinations of four 1-D index tensors: [b, h, q, kv]."""
+    return {
+        "b": b[:, None, None, None],
+        "h": h[:, None, None],
+        "q_idx": q_idx[:, None],
+        "kv_idx": kv_idx,
+    }
+
+
 def evaluate(program: Program, inputs: Mapping[str, Tensor]) -> Evaluation:
     """Run a program on tensors that broadcast against each other.
 

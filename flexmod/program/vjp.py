@@ -15,10 +15,6 @@ import torch
 Gradients = tuple[Any, ...]
 
 
-def passed(grad: Any, *_: Any) -> Gradients:
-    return (grad,)
-
-
 def add(grad: Any, *_: Any) -> Gradients:
     return grad, grad
 

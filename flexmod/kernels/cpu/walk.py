@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod.kernels import dropout
 from flexmod.kernels.problem import Inputs, Problem
-from flexmod.program.evaluate import evaluate, raise_if_invalid
+from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 
 _QUERY_ROWS = 1024  # heads x query rows at a time: scores stay in cache
 _KEYS = 1024  # keys at a time
@@ -91,11 +91,8 @@ def _steps(problem: Problem, plane: int, row: int) -> list[Keys]:
 
 def index_tensors(row: Row, keys: Keys, device: torch.device) -> dict[str, Tensor]:
     """The four indices of a step, shaped to broadcast to [b, h, rows, keys]."""
-    spans = {"b": row.batches, "h": row.heads, "q_idx": row.rows, "kv_idx": keys.span}
-    return {
-        name: torch.arange(span.start, span.stop, device=device).view([-1] + [1] * (3 - axis))
-        for axis, (name, span) in enumerate(spans.items())
-    }
+    spans = (row.batches, row.heads, row.rows, keys.span)
+    return on_grid(*(torch.arange(s.start, s.stop, device=device) for s in spans))
 
 
 def visible_positions(problem: Problem, keys: Keys, indices: dict[str, Tensor]) -> Tensor | None:
