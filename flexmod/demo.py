@@ -7,7 +7,6 @@ SCORES.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from flexmod.blocks.draw import LEGEND, draw_tiles
 from flexmod.demo_text import HEAD_DIM, HEADS, Text, make_inputs, pack_documents
 from flexmod.explain import explain
 from flexmod.program import Program, trace
+from flexmod.progress import Progress
 from flexmod.testing import naive
 
 SUMMARY = "packed documents of real text through document + causal + ALiBi + softcap attention"
@@ -120,14 +120,6 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-class Progress:
-    """One line on a terminal's stderr, written over by the next; nothing elsewhere."""
-
-    def show(self, text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

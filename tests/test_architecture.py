@@ -21,6 +21,7 @@ LONGEST_FILE = 300  # lines
 RANKS = {
     "errors": 0,
     "counters": 0,
+    "progress": 0,
     "program": 1,
     "masks": 1,
     "mods": 1,
@@ -36,6 +37,7 @@ RANKS = {
     "testing": 6,
     "demo_text": 7,
     "demo": 8,
+    "bench": 8,
     "__init__": 9,
     "__main__": 10,
 }

@@ -1,32 +1,31 @@
-"""Building block maps beside torch's create_block_mask, eager and compiled: time and memory.
-
-    OMP_NUM_THREADS=1 python benchmarks/block_masks.py --max-len 1048576
+"""The suite `masks`: building block maps beside torch's create_block_mask, time and memory.
 
 Each map is built in a process of its own, so that the peak of one does not hide that of another.
 Times are the best of five later calls (of one for torch): CPU time of one core on a CPU, elapsed
 time on a GPU. Memory is what the process holds at most during the first call beyond what it held
-before. torch is given up to --peer-len tokens only, as its memory grows with the square of the
-length.
+before.
+
+    python -m flexmod.bench.masks flexmod causal 8192 cpu    # one map, for the suite
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment
 
-import flexmod
 from flexmod import masks
+from flexmod.bench.setting import Setting
+from flexmod.blocks import create_block_mask
 
+_LIMIT = 120.0  # seconds for one figure
 BLOCK = 128
 MIB = 1024 * 1024
 BUILDERS = ("flexmod", "torch eager", "torch compiled")
@@ -65,14 +64,15 @@ def rows(length: int, device: str) -> dict[str, Callable[..., Any]]:
 def build(builder: str, mask_mod: Callable[..., Any], length: int, device: str) -> Any:
     shape = (None, None, length, length)
     if builder == "flexmod":
-        return flexmod.create_block_mask(mask_mod, *shape, device=device, BLOCK_SIZE=BLOCK)
-    from torch.nn.attention.flex_attention import create_block_mask
+        return create_block_mask(mask_mod, *shape, device=device, BLOCK_SIZE=BLOCK)
+    from torch.nn.attention import flex_attention as theirs
 
-    make = torch.compile(create_block_mask) if builder == "torch compiled" else create_block_mask
+    make: Any = theirs.create_block_mask
+    make = torch.compile(make) if builder == "torch compiled" else make
     return make(mask_mod, *shape, device=device, BLOCK_SIZE=BLOCK)
 
 
-def measure(builder: str, row: str, length: int, device: str) -> dict[str, Any]:
+def figures_of(builder: str, row: str, length: int, device: str) -> dict[str, Any]:
     """Milliseconds and MiB of the second call, in this process."""
     mask_mod = rows(length, device)[row]
     # What is imported and traced once does not count; the memory of the first large call does.
@@ -125,64 +125,55 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def in_own_process(builder: str, row: str, length: int, device: str, limit: float) -> Any:
-    """The figures, or why there are none."""
-    arguments = ["--one", builder, row, str(length), "--device", device]
+def in_own_process(builder: str, row: str, length: int, setting: Setting) -> dict[str, float]:
+    """The figures. Raises where there are none, with the reason."""
+    command = [sys.executable, "-m", "flexmod.bench.masks", builder, row, str(length)]
+    limit = min(_LIMIT, setting.budget.left or _LIMIT)
     try:
         done = subprocess.run(
-            [sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=limit
+            [*command, setting.device.type], capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
-        return f"> {limit:.0f} s"
+        raise TimeoutError(f"more than {limit:.0f} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["killed"]
-        return "out of memory" if "out of memory" in done.stderr else lines[-1][:60]
+        raise RuntimeError("out of memory" if "out of memory" in done.stderr else lines[-1])
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-len", type=int, default=1 << 20)
-    parser.add_argument("--peer-len", type=int, default=8192)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--builders", default=",".join(BUILDERS))
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one figure")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    if options.one:
-        builder, row, length = options.one
-        print(json.dumps(measure(builder, row, int(length), options.device)))
-        return
-    builders = options.builders.split(",")
-    lengths = sorted({min(options.peer_len, options.max_len), options.max_len})
-    results = []
-    print(f"{'mask':<22}{'tokens':>9}  " + "".join(f"{b:>26}" for b in builders))
-    for length in lengths:
-        for row in rows(1024, "cpu"):
-            if options.rows not in row:
+def measure(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Every mask at `setting.tokens` with all builders; at 64 times that with flexmod alone."""
+    beside = BUILDERS if any("flex" in c.name for c in setting.candidates if not c.is_ours) else ()
+    work = [
+        (row, length, (beside if length == setting.tokens else ()) or BUILDERS[:1])
+        for length in (setting.tokens, 64 * setting.tokens)
+        for row in rows(length, "cpu")
+        if any(part.strip() in row for part in setting.rows.split(","))
+    ]
+    for done, (row, length, builders) in enumerate(work):
+        if setting.budget.is_spent:
+            setting.left += [f"{row} {length}" for row, length, _ in work[done:]]
+            return
+        found: dict[str, Any] = {
+            "row": f"{row} {length}", "tokens": length, "ms": {}, "mib": {}, "failed": {}
+        }  # fmt: skip
+        for builder in builders:
+            setting.progress.show(f"masks {row} {length}: {builder}", done / len(work))
+            try:
+                figures = in_own_process(builder, row, length, setting)
+            except (RuntimeError, TimeoutError) as error:
+                found["failed"][builder] = str(error)[:160]
                 continue
-            found = {}
-            for builder in builders:
-                if builder == "flexmod" or length <= options.peer_len:
-                    found[builder] = in_own_process(
-                        builder, row, length, options.device, options.limit
-                    )
-            results.append({"row": row, "tokens": length, **found})
-            print(f"{row:<22}{length:>9}  " + "".join(map(_cell, found.values())), flush=True)
-    if options.out:
-        text = json.dumps({"environment": environment(options.device), "rows": results}, indent=1)
-        options.out.write_text(text + "\n")
+            found["ms"][builder], found["mib"][builder] = figures["ms"], figures["mib"]
+        yield found
 
 
-def _cell(found: Any) -> str:
-    if isinstance(found, str):
-        return f"{found:>26}"
-    return f"{found['ms']:>11.1f} ms {found['mib']:>7.1f} MiB"
+def main(builder: str, row: str, length: str, device: str) -> None:
+    """One map in this process; prints its figures."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+    print(json.dumps(figures_of(builder, row, int(length), device)))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,0 +1,126 @@
+"""The suites `forward` and `backward`: TFLOP/s on visible elements, and errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexmod.bench import rows as rows_table
+from flexmod.bench.case import Call, Case, make_case, runner
+from flexmod.bench.errors import reference
+from flexmod.bench.peers import Candidate, flex
+from flexmod.bench.rows import Row
+from flexmod.bench.setting import Setting
+from flexmod.bench.timing import interleaved, wait
+from flexmod.blocks import create_block_mask
+from flexmod.errors import ArgumentError
+
+
+def jobs(setting: Setting) -> list[tuple[Row, int]]:
+    """Rows and head dimensions of a run, one head dimension after the other."""
+    chosen = rows_table.select(rows_table.rows(setting.tokens), setting.rows)
+    found = [
+        (row, dim)
+        for dim in setting.head_dims
+        for row in chosen
+        if row.head_dims is None or dim in row.head_dims
+    ]
+    if not found:
+        raise ArgumentError(f"--rows {setting.rows} are not measured with this --head-dim")
+    return found
+
+
+def measure(direction: str, setting: Setting) -> Iterator[dict[str, Any]]:
+    """One record a row, as it is measured."""
+    found = jobs(setting)
+    for done, (row, head_dim) in enumerate(found):
+        if setting.budget.is_spent:
+            setting.left += [f"{row.name} D{dim}" for row, dim in found[done:]]
+            return
+        show = partial(_show, setting, done / len(found), f"{direction} {row.name} D{head_dim}")
+        yield measure_row(row, direction, head_dim, setting, show)
+        flex.forget()
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _show(setting: Setting, done: float, what: str, name: str) -> None:
+    setting.progress.show(f"{what}: {name}", done)
+
+
+def measure_row(
+    row: Row, direction: str, head_dim: int, setting: Setting, show: Callable[[str], None]
+) -> dict[str, Any]:
+    case = make_case(
+        row, direction, head_dim, tokens=setting.tokens, width=setting.width,
+        device=setting.device, dtype=setting.dtype,
+    )  # fmt: skip
+    runs: dict[str, Callable[[], Any]] = {}
+    made: dict[str, Call] = {}
+    first: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for candidate in setting.candidates:
+        if not candidate.serves(row, direction) or (setting.budget.is_spent and runs):
+            continue
+        show(candidate.name)
+        try:
+            made[candidate.name], run, first[candidate.name] = _started(candidate, case)
+            runs[candidate.name] = run
+        except Exception as error:  # a peer that cannot serve a row shows why
+            failed[candidate.name] = reason(error)
+    errors = _errors(case, made, runs, show) if setting.rounds else {}
+    show("timing")
+    times = interleaved(runs, setting.rounds, setting.device, setting.budget)
+    work = operations(case)
+    batch, heads, seqlen, _ = case.query.shape
+    return {
+        "row": row.name, "head_dim": head_dim, "direction": direction, "seqlen": seqlen,
+        "batch": batch, "heads": heads, "dtype": str(setting.dtype).removeprefix("torch."),
+        "tflops": {name: work / t.median / 1e9 for name, t in times.items()},
+        "ms": {name: t._asdict() for name, t in times.items()},
+        "error": errors, "first_s": first, "failed": failed, "kinds": asdict(row),
+    }  # fmt: skip
+
+
+def _started(candidate: Candidate, case: Case) -> tuple[Call, Callable[[], Any], float]:
+    """A candidate after its first call, and the seconds that this took."""
+    began = time.perf_counter()
+    call = candidate.make(case)
+    run = runner(call, case)
+    run()
+    wait(case.query.device)
+    return call, run, time.perf_counter() - began
+
+
+def _errors(
+    case: Case,
+    made: dict[str, Call],
+    runs: dict[str, Callable[[], Any]],
+    show: Callable[[str], None],
+) -> dict[str, float]:
+    show("float64 reference")
+    error = reference(case)
+    return {name: error(made[name], run()) for name, run in runs.items()}
+
+
+def operations(case: Case) -> float:
+    """Floating-point operations of the products, for visible pairs; a backward counts 2.5 times."""
+    batch, heads, seqlen, head_dim = case.query.shape
+    visible = 1.0
+    if case.mask_mod is not None:
+        shape = (None, None, seqlen, seqlen)
+        visible = create_block_mask(case.mask_mod, *shape, case.query.device).density() / 100
+    factor = 2.5 if case.direction == "backward" else 1.0
+    return factor * 4 * batch * heads * seqlen**2 * head_dim * visible
+
+
+def reason(error: Exception) -> str:
+    """An exception in one line: the last that names an error, or the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    telling = [line for line in lines if "Error: " in line]
+    return (telling[-1] if telling else f"{type(error).__name__}: {lines[0]}")[:200]

@@ -1,0 +1,252 @@
+"""`python -m flexmod bench` on tiny rows: figures, files, limits, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from flexmod.__main__ import main
+from flexmod.bench import command, files, masks, peers, report, timing, workers
+from flexmod.bench.attention import operations
+from flexmod.bench.case import BHSD, BSHD, PACKED, make_case
+from flexmod.bench.errors import relative
+from flexmod.bench.rows import MASKS, SCORES, document_lengths, rows, select
+from flexmod.bench.suites import SUITES, comparison
+from flexmod.testing import naive, visible
+
+CPU = torch.device("cpu")
+TINY = ["--device=cpu", "--tokens=128", "--width=64", "--rounds=2", "--head-dim=64"]
+
+
+def bench(*arguments):
+    return main(["bench", *TINY, *arguments])
+
+
+def small_case(row, direction="forward"):
+    sizes = {"tokens": 128, "width": 32, "device": CPU, "dtype": torch.float32}
+    return make_case(row, direction, 16, **sizes)
+
+
+def test_a_run_prints_lines_and_a_table_and_keeps_json_and_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = f"--out={tmp_path}"
+    chosen = "--rows=dense,window,learned relative bias"
+    assert bench("--suite=forward,backward", "--peers=sdpa", chosen, out) == 0
+    shown = capsys.readouterr().out
+    for suite in ("forward", "backward"):
+        assert re.search(rf"^{suite} dense D64 +flexmod [\d.e-]+ ±\d+ %  SDPA CPU", shown, re.M)
+        table = shown.split(f"\n{suite} ")[-1]
+        assert re.search(r"^learned relative bias D64 +[\d.e-]+ +- +\de-07|\d\.\de-07", table, re.M)
+        found = json.loads((tmp_path / f"cpu_{suite}.json").read_text())
+        assert found["suite"] == suite and found["left"] == []
+        assert found["environment"]["torch"] == torch.__version__
+        assert [row["row"] for row in found["rows"]] == [
+            "dense", "window 16", "learned relative bias"
+        ]  # fmt: skip
+        for row in found["rows"]:
+            served = {"flexmod"} if "relative" in row["row"] else {"flexmod", "SDPA CPU"}
+            assert set(row["tflops"]) == set(row["error"]) == set(row["ms"]) == served
+            assert all(0 < error < 2e-6 for error in row["error"].values())
+            assert all(times["rounds"] == 2 for times in row["ms"].values())
+        picture = tmp_path / f"cpu_{suite}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
+        assert main(["bench", "--picture", str(tmp_path / f"cpu_{suite}.json")]) == 0
+        assert picture.exists()
+
+
+def test_a_peer_that_fails_becomes_a_footnote(monkeypatch, tmp_path, capsys):
+    def broken(case):
+        raise RuntimeError("no such shape\nsecond line")
+
+    def never(*arguments):
+        raise AssertionError("asked for a row that it does not serve")
+
+    serves_none = peers.Candidate("narrow", lambda d: None, lambda row, direction: False, never)
+    fails = peers.Candidate("fragile", lambda d: None, lambda row, direction: True, broken)
+    gone = peers.Candidate("gone", lambda d: "it is not installed", lambda *_: True, never)
+    monkeypatch.setattr(peers, "PEERS", (fails, serves_none, gone))
+    assert bench("--rows=dense,causal", f"--out={tmp_path}") == 0
+    shown = capsys.readouterr()
+    assert "not here: gone (it is not installed)" in shown.err
+    assert shown.out.count("[1] fragile: RuntimeError: no such shape\n") == 1
+    assert re.search(r"^dense D64 +[\d.e-]+ +\[1\]", shown.out, re.M)
+    row = json.loads((tmp_path / "cpu_forward.json").read_text())["rows"][0]
+    assert row["failed"] == {"fragile": "RuntimeError: no such shape"}
+    assert list(row["tflops"]) == ["flexmod"]
+
+
+def test_a_run_out_of_time_keeps_what_it_has(monkeypatch, tmp_path, capsys):
+    spent = iter([False] * 6 + [True] * 100)
+    monkeypatch.setattr(timing.Budget, "is_spent", property(lambda self: next(spent)))
+    assert bench("--peers=none", "--rows=dense,causal,alibi", f"--out={tmp_path}") == 0
+    found = json.loads((tmp_path / "cpu_forward.json").read_text())
+    measured = [row["row"] for row in found["rows"]]
+    assert measured[0] == "dense" and len(measured) < 3
+    assert (
+        found["left"] == [f"{name} D64" for name in ("dense", "causal", "alibi")][len(measured) :]
+    )
+    assert f"no time was left for: {', '.join(found['left'])}" in capsys.readouterr().out
+
+
+def test_no_seconds_measure_nothing(capsys):
+    assert bench("--seconds=0", "--rows=dense") == 0
+    assert capsys.readouterr().out == "\nno time was left for: dense D64\n"
+
+
+def test_an_interrupted_run_shows_its_table(monkeypatch, capsys):
+    def interrupted(setting):
+        yield {"row": "first", "us": {"flexmod": 10.0, "peer": 30.0}, "failed": {}}
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(SUITES, "latency", replace(SUITES["latency"], measure=interrupted))
+    assert bench("--suite=latency") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^first +10 +30 +3\.00$", shown, re.M)
+    assert "the rest of latency (interrupted)" in shown
+
+
+def test_forced_engines_are_columns(tmp_path, capsys):
+    engines = "--engine=cpu,reference"
+    assert bench("--peers=none", "--rows=causal 32", engines, f"--out={tmp_path}") == 0
+    (row,) = json.loads((tmp_path / "cpu_forward.json").read_text())["rows"]
+    assert list(row["tflops"]) == ["flexmod cpu", "flexmod reference"]
+
+
+def test_no_rounds_only_build(capsys):
+    assert bench("--peers=none", "--rows=dense", "--rounds=0") == 0
+    assert "flexmod" not in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite=speed"], "'speed' is none of forward, backward, masks, latency"),
+        (["--engine=warp"], "'warp' is none of fa2, cpu, reference"),
+        (["--head-dim=64,x"], "'x' is not a number"),
+        (["--rows=causal 16"], "--rows causal 16 are not measured with this --head-dim"),
+        (["--rows=potato"], "no row is called 'potato'; there are dense, causal, prefix"),
+        (["--device=potato"], "'potato' cannot be used"),
+        (["--picture=nowhere.json"], "nowhere.json is no result file"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    assert bench(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_command_to_draw_is_shown(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench("--peers=none", "--rows=dense", f"--out={tmp_path}") == 0
+    path = tmp_path / "cpu_forward.json"
+    assert f"python -m flexmod bench --picture {path}" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_only_whole_suites_are_kept_in_the_checkout():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    folder = lambda *given: command._folder(parser.parse_args(given))
+    assert folder() == files.results_folder()
+    parts = ("--rows=a", "--quick", "--peers=x", "--engine=cpu", "--tokens=9", "--rounds=0",
+             "--head-dim=64")  # fmt: skip
+    assert [folder(part) for part in parts] == [None] * len(parts)
+
+
+def test_every_row_runs_as_flexmod_and_by_its_definition():
+    """The mods are usable by the oracle, so that every row's error can be worked out."""
+    for row in rows(128):
+        case = small_case(row)
+        shown = naive(*case.tensors, case.score_mod, case.mask_mod, rows=torch.tensor([3]))[0]
+        own = peers.candidates([], "none")[0].make(case).attend()
+        assert relative(own[:, :, [3]], shown) < 2e-6, row.name
+        assert row.mask in MASKS and row.score in SCORES
+        assert row.learns == bool(case.learned)
+
+
+def test_operations_count_visible_pairs():
+    for row in rows(128):
+        seen = visible(small_case(row).mask_mod, 1, 1, row.seqlen, row.seqlen).sum()
+        batch = 128 // row.seqlen
+        assert operations(small_case(row)) == pytest.approx(4 * batch * 2 * 16 * float(seen))
+    dense = rows(128)[0]
+    forward, backward = (operations(small_case(dense, d)) for d in ("forward", "backward"))
+    assert backward == 2.5 * forward
+
+
+def test_rows_are_selected_by_name_or_part():
+    found = rows()
+    names = lambda wanted: [row.name for row in select(found, wanted)]
+    assert names("causal") == ["causal"]
+    assert names("relative") == ["relative bias", "learned relative bias"]
+    assert names("causal 512,dense") == ["dense", "causal 512"]
+    assert names("") == [row.name for row in found]
+
+
+def test_documents_fill_the_sequence():
+    lengths = document_lengths(16, 16384)
+    assert len(lengths) == 16 and sum(lengths) == 16384 and min(lengths) > 0
+
+
+@pytest.mark.parametrize("layout", [BHSD, BSHD, PACKED], ids=["BHSD", "BSHD", "PACKED"])
+def test_layouts_lead_back(layout):
+    x = torch.randn(1, 2, 5, 3)
+    assert torch.equal(layout.back(layout.to(x)), x)
+
+
+def test_ratios_say_how_many_times_faster_ours_is():
+    record = {"row": "a", "failed": {}, "error": {}}
+    more = {**record, "tflops": {"flexmod": 90.0, "flexmod cpu": 100.0, "p": 50.0, "q": 40.0}}
+    less = {**record, "us": {"flexmod": 20.0, "p": 50.0, "q": 40.0}}
+    assert comparison(SUITES["forward"], more) == ("flexmod cpu", "p", 2.0)
+    assert comparison(SUITES["latency"], less) == ("flexmod", "q", 2.0)
+    assert comparison(SUITES["latency"], {**record, "us": {"flexmod": 1.0}}) is None
+
+
+def test_slow_candidates_get_fewer_rounds_and_all_are_in_each(monkeypatch):
+    order = []
+    costs = {"slow": 1500.0, "fast": 1.0}
+    calls = {name: (lambda name=name: order.append(name)) for name in costs}
+
+    def once(call, device, repeats=1):
+        call()
+        return costs[order[-1]]
+
+    monkeypatch.setattr(timing, "once", once)
+    found = timing.interleaved(calls, 9, CPU, timing.Budget(None))
+    assert found["slow"].rounds == 3 and found["fast"].rounds == 9
+    assert found["fast"].median == 1.0 and found["fast"].spread == 0.0
+    rounds = order[2:8]
+    assert all({a, b} == {"slow", "fast"} for a, b in list(pairwise(rounds))[::2])
+
+
+def test_workers_share_all_rows():
+    options = command.argparse.ArgumentParser()
+    command.add_arguments(options)
+    given = options.parse_args([*TINY, "--workers=2", "--rows=dense,alibi,softcap"])
+    setting = command.make_setting(given)
+    line = workers._command(given, setting, ["dense", "softcap"])
+    assert "--rows=dense,softcap" in line and "--rounds=0" in line and "--tokens=128" in line
+    workers.build(given, replace(setting, budget=timing.Budget(0)))  # out of time: ends at once
+
+
+def test_masks_suite_measures_one_map():
+    figures = masks.figures_of("flexmod", "causal", 512, "cpu")
+    assert figures["ms"] > 0 and figures["mib"] >= 0
+
+
+def test_committed_results_can_be_read():
+    folder = files.results_folder()
+    assert folder is not None
+    for path in folder.glob("*.json"):
+        suite, found = files.read(path)
+        assert len(report.table(suite, found["rows"]).splitlines()) > len(found["rows"])
