@@ -60,4 +60,5 @@ def _exact_gradients(case: Case) -> list[Tensor]:
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
+    exact = exact.detach()
     return float((found.detach().double() - exact).norm() / exact.norm())
