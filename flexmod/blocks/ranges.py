@@ -15,10 +15,9 @@ from torch import Tensor
 from flexmod.blocks.grid import Cells, Grid, spans
 from flexmod.program import Program
 from flexmod.program import intervals as general
-from flexmod.program.bounds import bounds, table_ranges
+from flexmod.program.bounds import bounds, operation, table_ranges
 from flexmod.program.intervals import Interval
 from flexmod.program.ir import Instruction, interpret
-from flexmod.program.ops import TABLE
 from flexmod.program.specialize import specialize
 
 Rule = Callable[..., Interval]
@@ -72,14 +71,7 @@ class MaskRanges:
         rule = _quick_rule(line, args, line in self.proven)
         if rule is not None:
             return rule(*args)
-        kinds = [self.program.instructions[a].dtype for a in line.args]
-        wide = tuple(_wide(x) for x in args)
-        if line.op == "cast":
-            found = general.convert(wide[0], kinds[0], line.dtype)
-        elif line.op == "round_to":
-            found = general.settle(wide[0], line.attr)
-        else:
-            found = general.settle(TABLE[line.op].bounds(*wide), line.dtype)
+        found = operation(self.program, line, tuple(_wide(x) for x in args))
         return _truths(found, line.dtype)
 
 

@@ -34,14 +34,22 @@ def bounds(
         return load(instruction, args) if load else intervals.anything(instruction.dtype)
 
     def apply(instruction: Instruction, args: tuple[Interval, ...]) -> Interval:
-        if instruction.op in ("cast", "round_to"):
-            source = program.instructions[instruction.args[0]].dtype
-            if instruction.op == "cast":
-                return intervals.convert(args[0], source, instruction.dtype)
-            return intervals.settle(args[0], instruction.attr)
-        return intervals.settle(TABLE[instruction.op].bounds(*args), instruction.dtype)
+        return operation(program, instruction, args)
 
     return interpret(program, leaf, apply)
+
+
+def operation(program: Program, instruction: Instruction, args: tuple[Interval, ...]) -> Interval:
+    """The interval of one operation's result. "exact" ones are not widened for rounding."""
+    if instruction.op == "round_to":
+        return intervals.settle(args[0], instruction.attr)
+    if instruction.op == "cast":
+        if instruction.attr == "exact":
+            return intervals.to_float(args[0])
+        source = program.instructions[instruction.args[0]].dtype
+        return intervals.convert(args[0], source, instruction.dtype)
+    found = TABLE[instruction.op].bounds(*args)
+    return found if instruction.attr == "exact" else intervals.settle(found, instruction.dtype)
 
 
 class Pyramid:

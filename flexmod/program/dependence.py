@@ -26,6 +26,8 @@ class Dependence(NamedTuple):
 
 
 _UNITS = {"q_idx": (1, 0), "kv_idx": (0, 1)}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_HOLDING = (torch.int32, torch.int64, torch.float32, torch.float64)  # any index, if exact
 
 
 _known: dict[int, list[Dependence]] = {}
@@ -49,7 +51,12 @@ def _dependence(program: Program) -> list[Dependence]:
         return _joined(args, None)
 
     def apply(line: Instruction, args: tuple[Dependence, ...]) -> Dependence:
-        return _joined(args, _linear(line.op, line.dtype, args))
+        found = _joined(args, _linear(line, args))
+        if line.op in _COMPARISONS:  # of a - b with 0
+            shifted = _linear(line._replace(op="sub"), args)
+            along = shifted is not None and shifted[0] == -shifted[1]
+            found = found._replace(by_difference=found.by_difference or along)
+        return found
 
     return interpret(program, leaf, apply)
 
@@ -62,18 +69,20 @@ def _joined(args: tuple[Dependence, ...], linear: tuple[int, int] | None) -> Dep
     return Dependence(inputs, by_difference, linear)
 
 
-def _linear(op: str, dtype: torch.dtype, args: tuple[Dependence, ...]) -> tuple[int, int] | None:
+def _linear(line: Instruction, args: tuple[Dependence, ...]) -> tuple[int, int] | None:
+    """Of integers, and of floats without rounding."""
     forms = [a.linear for a in args]
     if None in forms:
         return None
-    match op, forms:
-        case ("add", [(a, b), (c, d)]):
+    exact = not line.dtype.is_floating_point or line.attr == "exact"
+    match line.op, forms:
+        case ("add", [(a, b), (c, d)]) if exact:
             return a + c, b + d
-        case ("sub", [(a, b), (c, d)]):
+        case ("sub", [(a, b), (c, d)]) if exact:
             return a - c, b - d
-        case ("neg", [(a, b)]):
+        case ("neg", [(a, b)]) if exact:
             return -a, -b
-        case ("cast", [(a, b)]) if dtype in (torch.int32, torch.int64):
+        case ("cast", [(a, b)]) if exact and line.dtype in _HOLDING:
             return a, b
     return (0, 0) if all(f == (0, 0) for f in forms) else None
 

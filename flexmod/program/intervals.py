@@ -77,6 +77,11 @@ def convert(x: Interval, source: torch.dtype, target: torch.dtype) -> Interval:
     return settle(x, target)
 
 
+def to_float(x: Interval) -> Interval:
+    """Of integers that a float holds exactly."""
+    return Interval(x.lo.double(), x.hi.double())
+
+
 def _is_float(x: Interval) -> bool:
     return x.lo.is_floating_point()
 

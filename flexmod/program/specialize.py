@@ -1,4 +1,4 @@
-"""What the extents of a call make cheaper: 32-bit integers, and loads proven to be in range."""
+"""What the extents of a call make cheaper: fewer and 32-bit integers, loads proven in range."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from flexmod.program.bounds import bounds
+from flexmod.program.hoist import hoist
 from flexmod.program.intervals import Interval, point
 from flexmod.program.ir import Instruction, Load, Program
 
@@ -21,21 +22,19 @@ _MEMORY_SIZE = 512
 def specialize(program: Program, extents: Mapping[str, int]) -> Program:
     """The same program for indices in [0, extent): every value is unchanged.
 
-    int64 lines that provably fit become int32, floor division and modulo of non-negative
-    operands become plain ones, and each axis of each load is marked "proven" (index in
-    [0, length)), "wrap" (in [-length, length)) or "check" (may be out of range).
+    Integer arithmetic is moved to what depends on one index alone (see `hoist`). int64 lines that
+    provably fit become int32, floor division and modulo of non-negative operands become plain
+    ones, and each axis of each load is marked "proven" (index in [0, length)), "wrap" (in
+    [-length, length)) or "check" (may be out of range).
     """
     shapes = tuple(c.shape for c in program.captures)
     memory = (program.key, program.numbers, shapes, tuple(extents.items()))
     if memory not in _memory:
-        ranges = {
-            name: Interval(point(0).lo, point(max(extent - 1, 0)).hi)
-            for name, extent in extents.items()
-        }
-        ends = [(i.lo.item(), i.hi.item()) for i in bounds(program, ranges)]
-        instructions, moved = _Narrower(program, ends).run()
-        outputs = tuple(moved[n] for n in program.outputs)
-        narrow = replace(program, instructions=instructions, outputs=outputs, captures=(), sites={})
+        hoisted, order = hoist(program, _ends(program, extents))
+        instructions, moved = _Narrower(hoisted, _ends(hoisted, extents)).run()
+        outputs = tuple(moved[n] for n in hoisted.outputs)
+        narrow = replace(hoisted, instructions=instructions, outputs=outputs, captures=())
+        moved = {old: moved[new] for old, new in order.items()}
         _memory[memory] = (narrow, moved, replace(narrow, captures=program.captures).key)
         if len(_memory) > _MEMORY_SIZE:
             _memory.popitem(last=False)
@@ -45,12 +44,21 @@ def specialize(program: Program, extents: Mapping[str, int]) -> Program:
         program.name,
         narrow.instructions,
         narrow.outputs,
-        program.numbers,
+        narrow.numbers,
         program.captures,
-        {moved[n]: site for n, site in program.sites.items()},
+        {moved[n]: site for n, site in program.sites.items() if n in moved},
     )
     found.__dict__["key"] = key  # as `Program.key` would find it
     return found
+
+
+def _ends(program: Program, extents: Mapping[str, int]) -> list[tuple[float, float]]:
+    """The interval of each line."""
+    ranges = {
+        name: Interval(point(0).lo, point(max(extent - 1, 0)).hi)
+        for name, extent in extents.items()
+    }
+    return [(i.lo.item(), i.hi.item()) for i in bounds(program, ranges)]
 
 
 class _Narrower:
