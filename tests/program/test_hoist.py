@@ -52,13 +52,13 @@ def same(program, extents, seed=0):
             assert torch.equal(one.signbit(), other.signbit())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(mask=GRAMMAR["MASKS"], extents=EXTENTS, seed=st.integers(0, 99))
 def test_masks_keep_every_value(mask, extents, seed):
     same(flexmod.trace(mask), extents, seed)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     tree=GRAMMAR["NUMBERS"],
     kind=st.sampled_from([torch.float32, torch.float64]),
@@ -86,7 +86,7 @@ FLOATS = {
     "doubled": lambda q, k: (q - k) + (q - k),
     "one index left": lambda q, k: (q - k) + k,
     "int32 that overflows": lambda q, k: ((q - k).int() + (2**31 - 1)) - 7,
-    "int8 that overflows": lambda q, k: q.to(torch.int8) - k.to(torch.int8),
+    "int8 that overflows": lambda q, k: q.to(torch.int8) * k.to(torch.int8),
 }
 
 
@@ -98,6 +98,23 @@ def test_floats_at_the_ends(name, length):
 
     extents = {"b": 1, "h": 1, "q_idx": length, "kv_idx": length}
     same(flexmod.trace(mod), extents)
+
+
+COMPARED = {
+    "a far window": lambda q, k: q - k < 2**31 - 1,
+    "a farther window": lambda q, k: k - q <= 2**40,
+    "int32 that overflows": lambda q, k: q.int() + (2**31 - 1) - k.int() < 3,
+    "both sides negative": lambda q, k: -q - k - 5 >= -9,
+    "the same on both sides": lambda q, k: q + 2**31 - k == q + 2**31 - 1,
+    "equal": lambda q, k: (q - k).int() != 1 - k.int() + q.int(),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_comparisons_at_the_ends(name, length):
+    extents = {"b": 1, "h": 1, "q_idx": length, "kv_idx": length}
+    same(flexmod.trace(lambda b, h, q_idx, kv_idx: COMPARED[name](q_idx, kv_idx)), extents)
 
 
 def test_a_chain_of_shared_lines_takes_no_time():
