@@ -119,8 +119,7 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
                     raise ArgumentError(
                         f"kernel_options {name} must be a power of two, not {value!r}"
                     )
-            if not name.startswith("bwd_"):
-                hints[base] = max(value, 16) if base.startswith("BLOCK") else value
+            hints[name] = max(value, 16) if base.startswith("BLOCK") else value
     return hints
 
 

@@ -15,6 +15,7 @@ from flexmod.blocks import BlockMask
 from flexmod.errors import BackendError
 from flexmod.formula import formula
 from flexmod.kernels import choose, tuning
+from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Problem
 from flexmod.program import Program, trace
 
@@ -182,16 +183,18 @@ def _tiles(problem: Problem) -> str | None:
     from flexmod.kernels import fa2
 
     target = fa2.target(problem.device)
-    tiles = tuning.plan(problem, target, "forward") if isinstance(target, tuning.Target) else None
+    if isinstance(target, str):
+        return None
+    tiles = tuning.plan(problem, target, "forward")
     if tiles is None:
         return None
     if problem.mask is not None:
         tiles = tuning.fit_blocks(tiles, problem.mask.block_size) or tiles
-    dims = (tuning.padded(problem.head_dim), tuning.padded(problem.value_dim))
-    shared = tuning.shared_bytes("forward", tiles, dims, problem.dtype.itemsize) / 1024
+    work = tuning.work_of(problem, target, "forward")
+    shared = shared_bytes(work, tiles.q, tiles.kv, tiles.stages) / 1024
     return (
         f"{tiles.q} queries x {tiles.kv} keys, {tiles.warps} warps, {tiles.stages} stages, "
-        f"{shared:g} KiB of shared memory"
+        f"at most {shared:.3g} KiB of shared memory"
     )
 
 

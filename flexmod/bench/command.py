@@ -15,6 +15,7 @@ from flexmod.bench.setting import Setting
 from flexmod.bench.suites import SUITES, Record, Suite
 from flexmod.bench.timing import Budget
 from flexmod.errors import ArgumentError
+from flexmod.kernels import tuned
 from flexmod.kernels.choose import BACKENDS
 
 SUMMARY = "flexmod beside every attention that is installed, interleaved in one process"
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=0, help="processes that build all kernels before timing")
     add("--out", type=Path, help="folder for JSON and pictures; default benchmarks/results of a "
         "checkout for whole suites, else none", metavar="FOLDER")  # fmt: skip
+    add("--tune", action="store_true", help="measure tiles of fa2 for what the rows stand for, and "
+        "write tuning rows into flexmod/kernels/tuned of a checkout, or into --out")  # fmt: skip
     add("--picture", type=Path, help="only draw a result file again", metavar="JSON")
 
 
@@ -54,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     setting = make_setting(options)
     chosen = [_suite(name) for name in _split(options.suite)]
     folder = _folder(options)
+    if options.tune:
+        return _tune(options, setting, [suite.name for suite in chosen])
     if options.workers:
         workers.build(options, setting)
     finished = [(suite, *_measure(suite, setting, folder)) for suite in chosen]
@@ -63,9 +68,26 @@ def run(options: argparse.Namespace) -> int:
             print(f"\n{report.table(suite, records)}")
     for path in [path for _, records, path in finished if path and records]:
         print(f"\nkept in {path}{_picture(path)}")
+    _print_left(setting)
+    return 0
+
+
+def _tune(options: argparse.Namespace, setting: Setting, suites: list[str]) -> int:
+    from flexmod.bench import tune
+
+    folder = options.out or (tuned.FOLDER if files.results_folder() else None)
+    if folder is None:
+        raise ArgumentError("--tune needs --out FOLDER: this is no source checkout")
+    directions = [suite for suite in suites if suite in ("forward", "backward")]
+    for path in tune.run(setting, directions, folder):
+        print(f"kept in {path}")
+    _print_left(setting)
+    return 0
+
+
+def _print_left(setting: Setting) -> None:
     if setting.left:
         print(f"\nno time was left for: {', '.join(setting.left)}")
-    return 0
 
 
 def _measure(

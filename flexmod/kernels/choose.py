@@ -24,6 +24,7 @@ log = logging.getLogger("flexmod")
 # In order of preference. To add an engine, add its module here: it needs `refuses` and `forward`.
 # The reference comes last on purpose: it holds all scores in memory.
 BACKENDS = ("fa2", "cpu", "reference")
+_SLOW = ("cpu", "reference")  # on a GPU: not what anybody hopes for
 _warned: set[str] = set()
 Returned = TypeVar("Returned")
 
@@ -60,7 +61,11 @@ def choose(problem: Problem, wanted: str | None = None) -> Choice:
         BackendError: the engine asked for refuses; the text says why.
     """
     if wanted is None:
-        return Choice(next(n for n, reason in refusals(problem).items() if reason is None), False)
+        reasons = refusals(problem)
+        name = next(name for name, reason in reasons.items() if reason is None)
+        if problem.device.type != "cpu" and name in _SLOW:
+            _warn_once("; ".join(f"{n} refuses: {why}" for n, why in reasons.items() if why), name)
+        return Choice(name, False)
     reason = backend(wanted).refuses(problem)
     if reason is not None:
         raise BackendError(f"backend {wanted!r} cannot serve this call: {reason}")
@@ -87,7 +92,11 @@ def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:
     except BackendError as error:
         if choice.is_forced:
             raise
-        if str(error) not in _warned:
-            _warned.add(str(error))
-            log.warning("%s; using the slower cpu engine instead", error)
+        _warn_once(str(error), "cpu")
         return call(backend("cpu"))
+
+
+def _warn_once(reason: str, instead: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        log.warning("%s; using the slower %s engine instead", reason, instead)

@@ -1,6 +1,6 @@
 """Tiles: which sizes a kernel runs with, and proof that they fit.
 
-To add a tuning row, put it before the more general ones of `ROWS`.
+What is best where is data, in `tuned`; this makes it fit a device, a problem and its blocks.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from flexmod.kernels import tuned
+from flexmod.kernels.memory import Work, shared_bytes
 from flexmod.kernels.problem import Problem
 from flexmod.program import dependence
 
 SMALLEST = 16  # tensor cores take no smaller tile
 HINTS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # kernel_options, as fields of Tiles
 _LONG_MODS = 8  # instructions a pair, beyond which a mod wants more registers
-_BARRIERS = 1024  # bytes of shared memory that a compiler may add
+_refused: dict[Work, list[Tiles]] = {}
 
 
 class Tiles(NamedTuple):
@@ -40,70 +42,9 @@ class Target(NamedTuple):
         return self.arch.startswith(("sm_9", "sm_10", "interpreter"))
 
 
-class Row(NamedTuple):
-    """Tiles of a kernel for targets whose arch starts with `arch`, types up to `itemsize` bytes
-    and padded head dimensions up to `dim`. `kernel` may be part of a kernel's name; those of mods
-    that gather end in "_gather", those of long mods in "_long"."""
-
-    kernel: str
-    arch: str
-    itemsize: int
-    dim: int
-    tiles: Tiles
-
-
-ROWS = [
-    Row("forward", "interpreter", 8, 1024, Tiles(64, 64, 4, 1)),
-    Row("forward_gather", "sm_9", 2, 128, Tiles(128, 64, 8, 3)),
-    Row("forward_gather", "sm_10", 2, 128, Tiles(64, 32, 8, 2)),
-    Row("forward_gather", "", 2, 64, Tiles(64, 64, 4, 2)),
-    Row("forward_gather", "", 2, 128, Tiles(64, 64, 8, 2)),
-    Row("forward_long", "sm_9", 2, 64, Tiles(128, 64, 8, 3)),
-    Row("forward", "sm_9", 2, 64, Tiles(128, 64, 4, 3)),
-    Row("forward", "sm_9", 2, 128, Tiles(128, 64, 8, 3)),
-    Row("forward", "sm_9", 2, 256, Tiles(64, 64, 8, 2)),
-    Row("forward", "sm_10", 2, 64, Tiles(128, 64, 8, 3)),
-    Row("forward", "sm_10", 2, 128, Tiles(64, 32, 8, 2)),
-    Row("forward", "gfx", 2, 128, Tiles(128, 64, 4, 1)),
-    Row("forward", "", 2, 64, Tiles(128, 64, 8, 3)),
-    Row("forward", "", 2, 128, Tiles(128, 64, 8, 2)),
-    Row("forward", "", 2, 256, Tiles(64, 32, 8, 2)),
-    Row("forward", "", 2, 512, Tiles(32, 32, 8, 1)),
-    Row("forward", "", 4, 64, Tiles(64, 32, 8, 1)),
-    Row("forward", "", 4, 128, Tiles(32, 16, 8, 2)),
-    Row("forward", "", 4, 512, Tiles(16, 32, 8, 1)),
-    Row("forward", "", 8, 64, Tiles(32, 32, 4, 1)),
-    Row("forward", "", 8, 256, Tiles(16, 16, 4, 1)),
-    Row("backward", "interpreter", 8, 1024, Tiles(32, 32, 4, 1)),
-    Row("backward", "sm_9", 2, 64, Tiles(64, 64, 4, 3)),
-    Row("backward", "sm_9", 2, 128, Tiles(64, 64, 4, 2)),
-    Row("backward", "", 2, 128, Tiles(64, 64, 8, 2)),
-    Row("backward", "", 2, 256, Tiles(32, 32, 4, 1)),
-    Row("backward", "", 2, 512, Tiles(16, 32, 4, 1)),
-    Row("backward", "", 4, 128, Tiles(32, 32, 4, 1)),
-    Row("backward", "", 8, 512, Tiles(16, 16, 4, 1)),
-]
-
-
 def padded(dim: int) -> int:
     """A head dimension as a tile holds it: a power of two, at least SMALLEST."""
     return max(SMALLEST, 1 << (dim - 1).bit_length())
-
-
-def shared_bytes(kernel: str, tiles: Tiles, dims: tuple[int, int], itemsize: int) -> int:
-    """Shared memory of a kernel: the tiles that stay, those of each stage, and barriers.
-
-    Backward kernels also pass two score tiles through shared memory.
-    """
-    head, value = dims
-    stay, stream = tiles.q * head, tiles.kv * (head + value)
-    scores = 0
-    if kernel.startswith("backward_query"):
-        stay, scores = tiles.q * (head + value), 2 * tiles.q * tiles.kv
-    elif kernel.startswith("backward_key"):
-        stay, stream = stream, tiles.q * (head + value)
-        scores = 2 * tiles.q * tiles.kv
-    return (stay + tiles.stages * stream + scores) * itemsize + _BARRIERS
 
 
 def gathers(problem: Problem) -> bool:
@@ -117,53 +58,91 @@ def _effort(problem: Problem) -> int:
 
 
 def plan(problem: Problem, target: Target, kernel: str) -> Tiles | None:
-    """The tiles of a kernel for a problem; None if no tiles fit (see `refuses` of the engine)."""
-    if gathers(problem):
-        kernel += "_gather"
-    elif _effort(problem) > _LONG_MODS:
-        kernel += "_long"
-    dims = (padded(problem.head_dim), padded(problem.value_dim))
+    """The tiles of a kernel for a problem; None if no tiles fit (see `limit` for why)."""
     lengths = (padded(problem.q_len), padded(problem.kv_len))
-    hints = tuple(problem.options.get(name) for name in HINTS)
-    return _plan(kernel, target, dims, problem.dtype.itemsize, lengths, hints)
+    work = work_of(problem, target, kernel)
+    return _plan(work, mods_class(problem), target.shared, lengths, _hints(problem, kernel))
+
+
+def work_of(problem: Problem, target: Target, kernel: str) -> Work:
+    """What the memory that a kernel takes depends on, beside its tiles."""
+    programs = [p for p in (problem.score, problem.mask_program) if p is not None]
+    return Work(
+        kernel,
+        target.arch,
+        (padded(problem.head_dim), padded(problem.value_dim)),
+        problem.dtype.itemsize,
+        gathers(problem),
+        sum(len(p.captures) for p in programs),
+    )
+
+
+def limit(problem: Problem, target: Target) -> str:
+    """Why no tiles fit, in words."""
+    widest = max(problem.head_dim, problem.value_dim)
+    largest = tuned.largest_dim(target.arch, problem.dtype.itemsize)
+    if widest > largest:
+        return f"head_dim {widest} is above {largest}, the largest that it has tiles for"
+    return (
+        f"no tile of head_dim {problem.head_dim} and {problem.value_dim} in {problem.dtype} fits "
+        f"into the {target.shared >> 10} KiB of shared memory of {target.arch}"
+    )
+
+
+def mods_class(problem: Problem) -> str:
+    """What tuning rows tell apart: mods that "gather", "long" ones, and the others, ""."""
+    if gathers(problem):
+        return "gather"
+    return "long" if _effort(problem) > _LONG_MODS else ""
+
+
+def _hints(problem: Problem, kernel: str) -> tuple[int | None, ...]:
+    """kernel_options for a kernel: with a prefix for the forward or the backward alone, or both."""
+    prefix, given = ("bwd_" if kernel.startswith("backward") else "fwd_"), problem.options
+    return tuple(given.get(prefix + name, given.get(name)) for name in HINTS)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    kernel: str,
-    target: Target,
-    dims: tuple[int, int],
-    itemsize: int,
+    work: Work,
+    mods: str,
+    shared: int,
     lengths: tuple[int, int],
     hints: tuple[int | None, ...],
 ) -> Tiles | None:
-    fitting = [
-        row.tiles
-        for row in ROWS
-        if row.kernel in kernel
-        and target.arch.startswith(row.arch)
-        and itemsize <= row.itemsize
-        and max(dims) <= row.dim
-    ]
-    if not fitting:
+    row = tuned.find(work.kernel, mods, work.arch, work.itemsize, max(work.dims))
+    if row is None:
         return None
-    q, kv, warps, stages = (hint or own for hint, own in zip(hints, fitting[0], strict=True))
+    q, kv, warps, stages = (hint or own for hint, own in zip(hints, row.tiles, strict=True))
     # Short sequences need no large tiles.
-    tiles = Tiles(min(q, lengths[0]), min(kv, lengths[1]), warps, stages)
-    while shared_bytes(kernel, tiles, dims, itemsize) > target.shared:
-        smaller = _smaller(tiles)
-        if smaller is None:
-            return None
-        tiles = smaller
+    tiles: Tiles | None = Tiles(min(q, lengths[0]), min(kv, lengths[1]), warps, stages)
+    while tiles is not None and not _fits(work, tiles, shared):
+        tiles = smaller(tiles)
     return tiles
 
 
-def _smaller(tiles: Tiles) -> Tiles | None:
+def _fits(work: Work, tiles: Tiles, shared: int) -> bool:
+    if shared_bytes(work, tiles.q, tiles.kv, tiles.stages) > shared:
+        return False
+    return not any(
+        refused.q <= tiles.q and refused.kv <= tiles.kv and refused.stages <= tiles.stages
+        for refused in _refused.get(work, ())
+    )
+
+
+def refuse(work: Work, tiles: Tiles) -> None:
+    """A device had no room for these tiles after all: from now on smaller ones are planned."""
+    _refused.setdefault(work, []).append(tiles)
+    _plan.cache_clear()
+
+
+def smaller(tiles: Tiles) -> Tiles | None:
+    """The next tiles to try: fewer stages, then fewer keys, then fewer queries."""
     if tiles.stages > 1:
-        return Tiles(tiles.q, tiles.kv, tiles.warps, tiles.stages - 1)
+        return tiles._replace(stages=tiles.stages - 1)
     if tiles.kv > SMALLEST:
-        return Tiles(tiles.q, tiles.kv // 2, tiles.warps, 1)
-    return Tiles(tiles.q // 2, tiles.kv, tiles.warps, 1) if tiles.q > SMALLEST else None
+        return tiles._replace(kv=tiles.kv // 2)
+    return tiles._replace(q=tiles.q // 2) if tiles.q > SMALLEST else None
 
 
 def fit_blocks(tiles: Tiles, block_size: tuple[int, int]) -> Tiles | None:

@@ -33,18 +33,33 @@ from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.backward import Backward
 from flexmod.kernels.fa2.forward import prepare
 from flexmod.kernels.fa2.kernel import Launch
+from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Saved
 from flexmod.program.gradient import differentiate
 from flexmod.program.specialize import specialize
 
-GROUPS = ("mods", "few", "heads", "backward", "wide")
+GROUPS = ("mods", "few", "heads", "backward", "bounds", "wide")
+BOUNDS = (
+    ("relative_bias", "sm_86", "bfloat16", 128),
+    ("causal", "sm_86", "float32", 256, "backward_key"),
+    ("causal", "sm_86", "bfloat16", 512),
+    ("causal", "sm_80", "float64", 256),
+    ("causal", "sm_90", "float32", 64),
+    ("causal", "sm_90", "bfloat16", 256),
+    ("relative_bias", "sm_90", "bfloat16", 128),
+    ("causal", "sm_100", "bfloat16", 256),
+    ("relative_bias", "sm_100", "bfloat16", 128, "backward_key"),
+    ("causal", "gfx942", "bfloat16", 512, "backward_query"),
+)
 SEQLEN = 1024  # long enough for full tiles
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
+    "sm_86": (GPUTarget("cuda", 86, 32), 99 << 10),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 << 10),
     "sm_100": (GPUTarget("cuda", 100, 32), 227 << 10),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
 }
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")  # of all groups but `bounds`
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
     torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
@@ -79,24 +94,27 @@ class Usage:
 
 
 def cases(groups: list[str]) -> Iterator[Case]:
-    """`mods`: all mods at D 64; `few` of them; `heads`: D 128; `wide`: other dtypes and dims."""
+    """`mods`: all mods at D 64; `few` of them; `heads`: D 128; `wide`: other dtypes and dims;
+    `bounds`: where shared memory was seen to be closest to what is planned."""
     if "few" in groups:
         mods = ("none", "relative_bias", "documents", "floor_division")
-        yield from (Case(mod, arch, "bfloat16", 64) for mod in mods for arch in TARGETS)
+        yield from (Case(mod, arch, "bfloat16", 64) for mod in mods for arch in ARCHS)
     if "mods" in groups:
-        yield from (Case(mod, arch, "bfloat16", 64) for mod in MODS for arch in TARGETS)
+        yield from (Case(mod, arch, "bfloat16", 64) for mod in MODS for arch in ARCHS)
     if "heads" in groups:
         mods = ("none", "softcap_causal")
-        yield from (Case(mod, arch, "bfloat16", 128) for mod in mods for arch in TARGETS)
+        yield from (Case(mod, arch, "bfloat16", 128) for mod in mods for arch in ARCHS)
     if "backward" in groups:
         named = [("relative_bias", 64), ("softcap_causal", 128)]
         for kernel in ("backward_query", "backward_key"):
-            pairs = [(mod, dim, arch) for mod, dim in named for arch in TARGETS]
+            pairs = [(mod, dim, arch) for mod, dim in named for arch in ARCHS]
             yield from (Case(mod, arch, "bfloat16", dim, kernel) for mod, dim, arch in pairs)
+    if "bounds" in groups:
+        yield from (Case(*case) for case in BOUNDS)
     if "wide" in groups:
         sizes = [(dtype, dim) for dtype in ("bfloat16", "float32", "float64") for dim in (256, 512)]
         sizes = [("float32", 64), ("float32", 128), ("float64", 64), ("float64", 128), *sizes]
-        yield from (Case("causal", arch, *size) for size in sizes for arch in TARGETS)
+        yield from (Case("causal", arch, *size) for size in sizes for arch in ARCHS)
 
 
 def measure(case: Case, hints: dict[str, int]) -> Usage | None:
@@ -139,8 +157,8 @@ def _launch(case: Case, found: tuning.Target, hints: dict[str, int]) -> tuple[La
         saved = Saved(inputs.query, lse, inputs.query, None)
         call = Backward(problem, inputs, saved, sums.plan(problem), found)
         launch = call.over_queries() if case.kernel == "backward_query" else call.over_keys()
-    dims = tuning.padded(problem.head_dim), tuning.padded(problem.value_dim)
-    return launch, tuning.shared_bytes(case.kernel, launch.tiles, dims, problem.dtype.itemsize)
+    work, tiles = tuning.work_of(problem, found, case.kernel), launch.tiles
+    return launch, shared_bytes(work, tiles.q, tiles.kv, tiles.stages)
 
 
 def _source(launch: Launch) -> ASTSource:

@@ -21,8 +21,5 @@ def refuses(problem: Problem) -> str | None:
     if isinstance(found, str):
         return found
     if tuning.plan(problem, found, "forward") is None:
-        return (
-            f"no tile of head_dim {problem.head_dim} and {problem.value_dim} in {problem.dtype} "
-            f"fits into {found.shared >> 10} KiB of shared memory"
-        )
+        return tuning.limit(problem, found)
     return None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.errors import BackendError
 from flexmod.kernels import captures, tuning
 from flexmod.kernels.fa2 import kernel, sums
 from flexmod.kernels.fa2.forward import fitted
@@ -56,7 +57,8 @@ class Backward:
 
     def _tiles(self, problem: Problem, name: str) -> tuning.Tiles:
         tiles = tuning.plan(problem, self.found, name)
-        assert tiles is not None  # `refuses` has looked
+        if tiles is None:
+            raise BackendError(f"fa2 has no backward: {tuning.limit(problem, self.found)}")
         return tiles
 
     def over_queries(self) -> kernel.Launch:
