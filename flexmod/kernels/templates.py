@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -31,12 +32,19 @@ def _environment() -> Environment:
 
 
 def render(
-    template: str, *, mods: Mapping[str, Function], sums: Plan, dropout: bool, real: str
+    template: str,
+    *,
+    mods: Mapping[str, Function],
+    sums: Plan,
+    dropout: bool,
+    real: str,
+    fields: Mapping[str, Any],
 ) -> str:
     """A whole kernel module: the template with its holes filled.
 
     The holes are the mods and what sums their captured tensors' gradients, the device functions
-    that these use, the list of captures, and the type of run-time floats.
+    that these use, the list of captures, and the type of run-time floats. `fields` are the
+    compile-time arguments, of which a hopper kernel needs the number of consumers in its text.
     """
     captures = [pair for mod in mods.values() for pair in mod.parameters]
     captures += [(name, "") for name in sums_text.parameters(sums)]
@@ -58,6 +66,7 @@ def render(
             captures=[f'{name}: "{kind}"' if kind else name for name, kind in captures],
             capture_names=[name for name, _ in captures],
             real=real,
+            fields=fields,
         )
     )
 

@@ -34,14 +34,16 @@ class Function(NamedTuple):
         return ", ".join(name for name, _ in self.parameters)
 
 
-def emit(program: Program, prefix: str, fast: bool = False) -> Function:
+def emit(program: Program, prefix: str, fast: bool = False, gluon: bool = False) -> Function:
     """The Triton function of a specialized program.
 
     Args:
         program: see `specialize`.
         prefix: put before parameter names, so that two functions can share a kernel.
         fast: use the cheaper spelling of an operation where its row has one.
+        gluon: for a Gluon kernel, where a number cannot be made without a layout, only cast.
     """
+    scalar = "tl.cast({}, {})" if gluon else "tl.full((), {}, {})"
     parameters = _parameters(program, prefix)
     body: list[str] = []
     valid: list[str] = []
@@ -55,7 +57,7 @@ def emit(program: Program, prefix: str, fast: bool = False) -> Function:
             truth = line.dtype == torch.bool
             body.append(
                 f"{name} = {number} != 0" if truth
-                else f"{name} = tl.full((), {number}, {_TYPES[line.dtype]})"
+                else f"{name} = {scalar.format(number, _TYPES[line.dtype])}"
             )  # fmt: skip
         else:
             body.extend(_load(program, line, args, name, prefix, valid))

@@ -34,12 +34,13 @@ class Gradient:
     loads: tuple[LoadGradient, ...]
 
 
-def differentiate(program: Program, slots: frozenset[int]) -> Gradient:
+def differentiate(program: Program, slots: frozenset[int], with_score: bool = False) -> Gradient:
     """Trace the derivative rules backwards over a score program, and keep what is needed.
 
     Args:
         program: an unspecialized score program.
         slots: captured tensors that need a gradient.
+        with_score: the last output is to be what the program itself yields.
     """
     recorder = Recorder(torch.device("cpu"), program.dtype)
     grad = recorder.emit("input", (), program.dtype, "grad")
@@ -60,7 +61,7 @@ def differentiate(program: Program, slots: frozenset[int]) -> Gradient:
                 found.append((load.slot, gradient, tuple(lines[a] for a in line.args)))
         elif line.op != "number":
             _propagate(program, position, gradient, lines, received)
-    return _collect(recorder, program, of_score, found)
+    return _collect(recorder, program, of_score, found, lines[-1:] if with_score else [])
 
 
 def _replay(program: Program, recorder: Recorder) -> list[Proxy]:
@@ -104,6 +105,7 @@ def _collect(
     program: Program,
     of_score: Proxy | None,
     found: list[tuple[int, Proxy, tuple[Proxy, ...]]],
+    others: list[Proxy],
 ) -> Gradient:
     outputs: list[Proxy] = [] if of_score is None else [of_score]
     loads = []
@@ -113,5 +115,6 @@ def _collect(
         loads.append(LoadGradient(slot, start, tuple(range(start + 1, len(outputs)))))
     if not outputs:  # nothing depends on anything: keep a program with one line
         outputs = [recorder.emit("input", (), program.dtype, "grad")]
+    outputs += others
     recorded = recorder.program("gradient", program.name, *outputs)
     return Gradient(replace(recorded, sites={}), None if of_score is None else 0, tuple(loads))

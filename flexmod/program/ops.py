@@ -57,6 +57,7 @@ _ROWS = [
         bound.truediv,
         ("true_divide", "__truediv__"),
         vjp=vjp.truediv,
+        fast="{0} * (1.0 / {1})",  # one multiplication where the divisor is the same for a tile
     ),
     Op(
         "floordiv",

@@ -85,20 +85,22 @@ def load(
     fast = target.arch.startswith("sm_") and problem.dtype.itemsize == 2
     gradient = problem.gradient.program if problem.gradient and plan else None
     programs = (problem.score, problem.mask_program, gradient)
+    gluon = template.startswith("hopper")
 
     def render() -> str:
         return templates.render(
             template,
             mods={
-                "score": emit(problem.score, "score_", fast) if problem.score else _IDENTITY,
-                "mask": emit(problem.mask_program, "mask_")
+                "score": emit(problem.score, "score_", fast, gluon) if problem.score else _IDENTITY,
+                "mask": emit(problem.mask_program, "mask_", False, gluon)
                 if problem.mask_program
                 else _ALL_VISIBLE,
-                "gradient": emit(gradient, "gradient_", fast) if gradient else _PASSED,
+                "gradient": emit(gradient, "gradient_", fast, gluon) if gradient else _PASSED,
             },
             sums=plan or sums.NOTHING,
             dropout=problem.dropout_p > 0,
             real="fp64" if problem.dtype == torch.float64 else "fp32",
+            fields=noted,
         )
 
     signature = (template, problem.dtype, fast, plan, *map(_signature, programs))

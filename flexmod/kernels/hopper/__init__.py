@@ -1,0 +1,1 @@
+"""The `hopper` engine: Gluon kernels for sm_90."""
