@@ -46,7 +46,6 @@ BOUNDS = (
     ("causal", "sm_80", "float64", 256),
     ("causal", "sm_90", "float32", 64),
     ("causal", "sm_90", "bfloat16", 256),
-    ("relative_bias", "sm_90", "bfloat16", 128),
     ("causal", "sm_100", "bfloat16", 256),
     ("relative_bias", "sm_100", "bfloat16", 128, "backward_key"),
     ("causal", "gfx942", "bfloat16", 512, "backward_query"),
