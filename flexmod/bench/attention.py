@@ -73,7 +73,12 @@ def measure_row(
             runs[candidate.name] = run
         except Exception as error:  # a peer that cannot serve a row shows why
             failed[candidate.name] = reason(error)
-    errors = _errors(case, made, runs, show) if setting.rounds else {}
+    errors: dict[str, float] = {}
+    if setting.rounds:
+        try:
+            errors = _errors(case, made, runs, show)
+        except Exception as error:  # no memory for float64, say: figures without errors
+            failed["float64 reference"] = reason(error)
     show("timing")
     times = interleaved(runs, setting.rounds, setting.device, setting.budget)
     work = operations(case)

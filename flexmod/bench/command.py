@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from flexmod.bench import files, report, workers
+from flexmod.bench.attention import reason
 from flexmod.bench.peers import candidates
 from flexmod.bench.rows import TOKENS
 from flexmod.bench.setting import Setting
 from flexmod.bench.suites import SUITES, Record, Suite
 from flexmod.bench.timing import Budget
-from flexmod.errors import ArgumentError
+from flexmod.errors import ArgumentError, FlexmodError
 from flexmod.kernels import tuned
 from flexmod.kernels.choose import BACKENDS
 
@@ -93,7 +94,8 @@ def _print_left(setting: Setting) -> None:
 def _measure(
     suite: Suite, setting: Setting, folder: Path | None
 ) -> tuple[list[Record], Path | None]:
-    """The records of a suite; each is printed and kept at once. Ctrl-C ends the suite."""
+    """The records of a suite; each is printed and kept at once. Ctrl-C and errors of peers that
+    break a whole process, such as an illegal access on a GPU, end the suite."""
     records: list[Record] = []
     path = files.result_path(folder, suite, setting) if folder else None
     try:
@@ -105,6 +107,10 @@ def _measure(
                 files.write(path, suite, setting, records)
     except KeyboardInterrupt:
         setting.left.append(f"the rest of {suite.name} (interrupted)")
+    except FlexmodError:
+        raise
+    except Exception as error:
+        setting.left.append(f"the rest of {suite.name} ({reason(error)})")
     if path and records and setting.left:
         files.write(path, suite, setting, records)
     return records, path
@@ -121,7 +127,7 @@ def make_setting(options: argparse.Namespace) -> Setting:
     wanted = candidates(engines, options.peers)
     absent = {c.name: why for c in wanted if (why := c.absent(device)) is not None}
     for why in dict.fromkeys(absent.values()):
-        names = ", ".join(name for name, reason in absent.items() if reason == why)
+        names = ", ".join(name for name, its in absent.items() if its == why)
         print(f"not here: {names} ({why})", file=sys.stderr)
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     return Setting(
@@ -165,8 +171,8 @@ def _device(text: str | None) -> torch.device:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ArgumentError(f"--device {text!r} cannot be used: {reason}") from None
+        why = str(error).splitlines()[0]
+        raise ArgumentError(f"--device {text!r} cannot be used: {why}") from None
     return device
 
 

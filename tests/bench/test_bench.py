@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from flexmod.__main__ import main
-from flexmod.bench import command, files, masks, peers, report, timing, workers
+from flexmod.bench import attention, command, files, masks, peers, report, timing, workers
 from flexmod.bench.attention import operations
 from flexmod.bench.case import BHSD, BSHD, PACKED, make_case
 from flexmod.bench.errors import relative
 from flexmod.bench.rows import MASKS, SCORES, document_lengths, rows, select
 from flexmod.bench.suites import SUITES, comparison
+from flexmod.progress import Progress
 from flexmod.testing import naive, visible
 
 CPU = torch.device("cpu")
@@ -110,6 +111,38 @@ def test_an_interrupted_run_shows_its_table(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert re.search(r"^first +10 +30 +3\.00$", shown, re.M)
     assert "the rest of latency (interrupted)" in shown
+
+
+def test_an_error_that_breaks_the_process_ends_a_suite_with_its_table(monkeypatch, capsys):
+    def broken(setting):
+        yield {"row": "first", "us": {"flexmod": 10.0, "peer": 30.0}, "failed": {}}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setitem(SUITES, "latency", replace(SUITES["latency"], measure=broken))
+    assert bench("--suite=latency") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^first +10 +30 +3\.00$", shown, re.M)
+    assert "the rest of latency (RuntimeError: CUDA error: an illegal memory access" in shown
+
+
+def test_without_memory_for_the_reference_there_are_figures(monkeypatch, tmp_path):
+    def no_memory(case):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(attention, "reference", no_memory)
+    assert bench("--peers=none", "--rows=dense", f"--out={tmp_path}") == 0
+    (row,) = json.loads((tmp_path / "cpu_forward.json").read_text())["rows"]
+    assert list(row["tflops"]) == ["flexmod"] and row["error"] == {}
+    assert row["failed"] == {"float64 reference": "OutOfMemoryError: no memory"}
+
+
+def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch, capsys):
+    Progress().show("half", 0.5)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    Progress().show("half", 0.5)
+    Progress().show("")
+    assert capsys.readouterr().err == f"\r\033[K{'█' * 12}{'░' * 12}  50 % half\r\033[K"
 
 
 def test_forced_engines_are_columns(tmp_path, capsys):

@@ -20,7 +20,8 @@ def absent(device: torch.device) -> str | None:
 def flash_absent(device: torch.device) -> str | None:
     from torch.nn.attention import flex_attention as theirs
 
-    if "BACKEND" not in getattr(theirs.FlexKernelOptions, "__annotations__", {}):
+    options = getattr(theirs, "FlexKernelOptions", None)
+    if "BACKEND" not in getattr(options, "__annotations__", {}):
         return f"torch {torch.__version__} has no BACKEND option"
     return flash_cute.absent(device)
 
