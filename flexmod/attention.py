@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmod import checks
+from flexmod import checks, compiled, library
 from flexmod.autograd import attend
 from flexmod.blocks import BlockMask
+from flexmod.blocks.pending import PendingBlockMask
 from flexmod.kernels.problem import Inputs, Problem, Result
 from flexmod.program import Program, trace
 from flexmod.program.specialize import specialize
@@ -21,16 +21,14 @@ Mod = Callable[..., Any] | Program
 _MAP_BLOCK = 128
 
 
-@dataclass(frozen=True)
-class AuxRequest:
+class AuxRequest(NamedTuple):
     """What to return beside the output: True for each thing wanted."""
 
     lse: bool = False
     max_scores: bool = False
 
 
-@dataclass(frozen=True)
-class AuxOutput:
+class AuxOutput(NamedTuple):
     """What was asked for: [B, Hq, Q] each, float32 (float64 for float64 inputs); else None.
 
     lse: natural logarithm of the sum of exponentials of the visible scores; -inf for none.
@@ -98,29 +96,73 @@ def flex_attention(
         >>> out.shape
         torch.Size([1, 2, 4, 8])
     """
-    checks.tensors(query, key, value, enable_gqa)
+    arguments = (query, key, value, score_mod, block_mask, scale)
+    others = {
+        "enable_gqa": enable_gqa,
+        "kernel_options": kernel_options,
+        "sink": sink,
+        "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed,
+        "deterministic": deterministic,
+        "backend": backend,
+    }
     checks.returns(return_lse, return_aux)
-    options = checks.options(kernel_options)
-    checks.sink(sink, query)
+    if torch.compiler.is_dynamo_compiling():
+        result = compiled.attend(_carrier, *arguments, **others)
+    else:
+        result = _attend(*arguments, **others)
+    return _returned(result, return_lse, return_aux)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: BlockMask | Mod | None,
+    scale: float | None,
+    *,
+    enable_gqa: bool,
+    kernel_options: Mapping[str, Any] | None,
+    sink: Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | None,
+    deterministic: bool | None,
+    backend: str | None,
+) -> Result:
+    """Check the arguments, trace the mods, and run the call: itself, or as one operation."""
+    query, key, value = checks.autocast(query, key, value)
+    checks.tensors(query, key, value, enable_gqa)
     inputs = Inputs(query, key, value)
+    checks.sink(sink, query)
     score = None
     if score_mod is not None:
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         score = trace(score_mod, "score", score_dtype=work, device=query.device)
         checks.captures(score, query.device)
+    settings = {
+        "options": checks.options(kernel_options),
+        "dropout_p": checks.dropout(dropout_p),
+        "deterministic": _deterministic(deterministic),
+    }
+    if library.watches((*inputs, *(score.captures if score else ()))):
+        mask, block_size = _undecided(block_mask, query, key.shape[2])
+        return library.attend(
+            inputs,
+            score,
+            mask,
+            _scale(scale, query),
+            block_size=block_size,
+            sink=sink,
+            seed=_seed_tensor(dropout_p, dropout_seed),
+            backend=backend,
+            **settings,
+        )
     problem = make_problem(
-        inputs,
-        score,
-        block_mask,
-        scale,
-        options=options,
-        sink=sink,
-        dropout_p=checks.dropout(dropout_p),
-        dropout_seed=_seed(dropout_p, dropout_seed),
-        deterministic=_deterministic(deterministic),
-    )
-    result = attend(problem, inputs, score, backend)
-    return _returned(result, return_lse, return_aux)
+        inputs, score, block_mask, scale,
+        sink=sink, dropout_seed=_seed(dropout_p, dropout_seed), **settings,
+    )  # fmt: skip
+    return attend(problem, inputs, score, backend)
 
 
 def make_problem(
@@ -149,7 +191,7 @@ def make_problem(
         value_dim=value.shape[-1],
         dtype=query.dtype,
         device=query.device,
-        scale=1 / math.sqrt(max(head_dim, 1)) if scale is None else float(scale),
+        scale=_scale(scale, query),
         score=specialize(score, extents) if score is not None else None,
         mask=mask,
         mask_program=specialize(mask.program, extents) if mask else None,
@@ -157,11 +199,25 @@ def make_problem(
     )
 
 
+def _scale(scale: float | None, query: Tensor) -> float:
+    return 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+
+
 def _seed(p: float, seed: int | None) -> int:
     """64 bits; drawn only where they are used."""
     if seed is None:
         return int(torch.randint(2**63 - 1, ()).item()) if p else 0
     return checks.seed(seed) & (2**64 - 1)
+
+
+def _seed_tensor(p: float, seed: int | None) -> Tensor | None:
+    """The same as a 0-dim tensor, drawn anew on each run of a graph."""
+    if not p:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device="cpu")
+    low = checks.seed(seed) & (2**64 - 1)
+    return torch.full((), low - (low >> 63 << 64), dtype=torch.int64, device="cpu")
 
 
 def _deterministic(asked: bool | None) -> bool:
@@ -182,8 +238,30 @@ def _block_mask(given: BlockMask | Mod | None, query: Tensor, kv_len: int) -> Bl
     return given
 
 
+def _undecided(
+    given: BlockMask | Mod | None, query: Tensor, kv_len: int
+) -> tuple[BlockMask | Program | None, tuple[int, int]]:
+    """The mask of a call whose tensors have no values yet, and the blocks to decide it in."""
+    block_size = (_MAP_BLOCK, _MAP_BLOCK)
+    if isinstance(given, PendingBlockMask):
+        wanted = given.wanted
+        given, block_size = trace(wanted.mask_mod, "mask", device=query.device), wanted.block_size
+    if isinstance(given, BlockMask):
+        checks.block_mask(given, (*query.shape[:3], kv_len), query.device)
+        return given, given.block_size
+    if given is None:
+        return None, block_size
+    program = trace(given, "mask", device=query.device)
+    checks.mask_captures(program, query.device)
+    return program, block_size
+
+
 def _returned(result: Result, return_lse: bool, return_aux: AuxRequest | None) -> Any:
     if return_aux is not None:
         lse = result.lse if return_aux.lse else None
         return result.out, AuxOutput(lse, result.max_scores if return_aux.max_scores else None)
     return (result.out, result.lse) if return_lse else result.out
+
+
+library.implement(make_problem)
+_carrier = compiled.Carrier(_attend)

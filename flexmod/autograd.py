@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,13 +42,8 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
     if choice.name == "reference":
         return reference.forward(problem, inputs)
     slots = frozenset(n for n, c in enumerate(captured) if c.requires_grad)
-    gradient = None
-    if score is not None:
-        gradient = differentiate(score, slots)
-        narrow = specialize(gradient.program, problem.extents)
-        gradient = replace(gradient, program=narrow)
-    problem = replace(problem, gradient=gradient)
-    return Result(*_Attention.apply(problem, choice, len(sinks), *tensors))
+    problem = with_gradient(problem, score, slots)
+    return Result(*_Attention.apply(problem, choice, *tensors))
 
 
 class _Attention(torch.autograd.Function):
@@ -55,11 +51,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, choice: choose.Choice, sinks: int, *tensors: Tensor
+        ctx: Any, problem: Problem, choice: choose.Choice, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = Inputs(*tensors[:3])
         result = choose.forward(problem, inputs, choice)
-        ctx.problem, ctx.choice, ctx.sinks = problem, choice, sinks
+        ctx.problem, ctx.choice = problem, choice
         ctx.save_for_backward(*tensors, result.out, result.lse)
         ctx.mark_non_differentiable(result.max_scores)
         ctx.set_materialize_grads(False)
@@ -73,26 +69,48 @@ class _Attention(torch.autograd.Function):
                 return _Attention.backward(ctx, d_out, d_lse, _)
         *tensors, out, lse = ctx.saved_tensors
         problem: Problem = ctx.problem
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[2:]
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             log.info("a double backward is asked for: using the reference engine")
-            return None, None, None, *_twice(problem, tensors, needed, d_out, d_lse)
-        d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
-        if d_lse is not None:  # nothing depends on a row that saw nothing
-            d_lse = torch.where(lse == -torch.inf, 0.0, d_lse)
-        inputs = Inputs(*tensors[:3])
-        grads = choose.backward(problem, inputs, Saved(out, lse, d_out, d_lse), ctx.choice)
-        found: list[Tensor | None] = [g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)]
-        if ctx.sinks:
-            weight = torch.exp(tensors[3].to(lse.dtype).view(-1, 1) - lse)
-            d_sink = torch.where(lse == -torch.inf, 0.0, -weight * grads.delta)
-            found.append(d_sink.sum((0, 2)).to(tensors[3].dtype))
-        captured = problem.score.captures if problem.score else ()
-        found += [grads.captures.get(slot) for slot in range(len(captured))]
+            return None, None, *_twice(problem, tensors, needed, d_out, d_lse)
+        found = gradients(problem, ctx.choice, tensors, out, lse, d_out, d_lse)
         kept = [g if need else None for g, need in zip(found, needed, strict=True)]
-        return None, None, None, *kept
+        return None, None, *kept
+
+
+def with_gradient(problem: Problem, score: Program | None, slots: frozenset[int]) -> Problem:
+    """The problem with the derivative of its score, for captured tensors of these slots."""
+    if score is None:
+        return problem
+    gradient = differentiate(score, slots)
+    narrow = specialize(gradient.program, problem.extents)
+    return replace(problem, gradient=replace(gradient, program=narrow))
+
+
+def gradients(
+    problem: Problem,
+    choice: choose.Choice,
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+) -> list[Tensor | None]:
+    """Of query, key, value, [sink] and captured `tensors`, in their dtypes."""
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
+    if d_lse is not None:  # nothing depends on a row that saw nothing
+        d_lse = torch.where(lse == -torch.inf, 0.0, d_lse)
+    inputs = Inputs(*tensors[:3])
+    grads = choose.backward(problem, inputs, Saved(out, lse, d_out, d_lse), choice)
+    found: list[Tensor | None] = [g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)]
+    if problem.sink is not None:
+        weight = torch.exp(tensors[3].to(lse.dtype).view(-1, 1) - lse)
+        d_sink = torch.where(lse == -torch.inf, 0.0, -weight * grads.delta)
+        found.append(d_sink.sum((0, 2)).to(tensors[3].dtype))
+    captured = problem.score.captures if problem.score else ()
+    return found + [grads.captures.get(slot) for slot in range(len(captured))]
 
 
 def _twice(

@@ -92,6 +92,20 @@ def _dtypes(named: Mapping[str, Tensor]) -> None:
         )
 
 
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast query, key and value have its dtype, but for float64: torch's rule."""
+    return [_autocast(x) if isinstance(x, Tensor) else x for x in tensors]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def returns(return_lse: bool, return_aux: Any) -> None:
     if return_lse and return_aux is not None:
         raise ArgumentError(

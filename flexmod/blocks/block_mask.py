@@ -21,6 +21,7 @@ from flexmod.errors import BlockMaskError
 from flexmod.program import Program
 from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 from flexmod.program.specialize import specialize
+from flexmod.program.text import structure
 
 _ELEMENTS_AT_ONCE = 1 << 22
 
@@ -48,10 +49,12 @@ class BlockMask:
     program: Program
     runs: Runs
     offset: tuple[int, int] = (0, 0)
+    text: str = field(init=False)  # of the program, for graphs
     _made_from: Snapshot = field(init=False)
     _regridded: dict[tuple[int, int], BlockMask] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "text", structure(self.program))
         object.__setattr__(self, "_made_from", snapshot(self.program))
 
     @staticmethod

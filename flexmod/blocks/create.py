@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmod.blocks.block_mask import BlockMask
+from flexmod.blocks.pending import PendingBlockMask
 from flexmod.blocks.runs import PARTIAL, Runs
 from flexmod.errors import ArgumentError, BlockMaskError, DeviceError
 from flexmod.program import Program, trace
@@ -53,6 +54,11 @@ def create_block_mask(
         >>> flexmod.create_block_mask(causal, None, None, 1024, 1024).counts()
         (28, 8, 28)
     """
+    block_size = check_block_size(BLOCK_SIZE)
+    if torch.compiler.is_compiling():
+        return PendingBlockMask(
+            mask_mod, (B, H, Q_LEN, KV_LEN), block_size, separate_full_blocks, device
+        )
     program = trace(mask_mod, "mask", device=device or torch.get_default_device())
     shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
     for name, given in (("b", B), ("h", H)):
@@ -61,7 +67,7 @@ def create_block_mask(
                 f"{program.name} reads {name} but {name.upper()} is None: give {name.upper()}"
             )
     where = _device(program, device)
-    mask = BlockMask.from_program(program, shape, check_block_size(BLOCK_SIZE), where)
+    mask = BlockMask.from_program(program, shape, block_size, where)
     if separate_full_blocks:
         return mask
     table = mask.runs.table.clone()

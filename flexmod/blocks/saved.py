@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexmod.blocks.runs import Runs
-from flexmod.errors import BlockMaskError
-from flexmod.program import Program
-from flexmod.program.ir import LEAVES, Instruction, Load
-from flexmod.program.ops import CONVERSIONS, TABLE
+from flexmod.errors import ArgumentError, BlockMaskError
+from flexmod.program import text
 
 if TYPE_CHECKING:
     from flexmod.blocks.block_mask import BlockMask
@@ -21,19 +19,15 @@ def reduce(mask: BlockMask) -> tuple[Any, ...]:
     """For pickle, copy and torch.save: plain tuples and tensors."""
     mask.check_unchanged()
     program = mask.program
-    lines = [
-        (line.op, line.args, line.dtype, tuple(line.attr) if line.op == "load" else line.attr)
-        for line in program.instructions
-    ]
     sites = {position: str(site) for position, site in program.sites.items()}
-    text = (program.kind, program.name, lines, program.outputs, program.numbers, sites)
+    saved = (text.structure(program), program.name, program.numbers, sites)
     place = (tuple(mask.shape), tuple(mask.block_size), tuple(mask.offset))
-    return restored, (place, text, list(program.captures), mask.runs.spans, mask.runs.table)
+    return restored, (place, saved, list(program.captures), mask.runs.spans, mask.runs.table)
 
 
 def restored(
     place: tuple[Any, ...],
-    text: tuple[Any, ...],
+    saved: tuple[Any, ...],
     captures: list[torch.Tensor],
     spans: torch.Tensor,
     table: torch.Tensor,
@@ -42,27 +36,14 @@ def restored(
     from flexmod.blocks.block_mask import BlockMask
 
     shape, block_size, offset = place
-    kind, name, lines, outputs, numbers, sites = text
-    instructions = tuple(
-        Instruction(op, tuple(args), dtype, Load(attr[0], tuple(attr[1])) if op == "load" else attr)
-        for op, args, dtype, attr in lines
-    )
-    program = Program(
-        kind, name, instructions, tuple(outputs), tuple(numbers), tuple(captures), sites
-    )
-    _check_program(program)
+    structure, name, numbers, sites = saved
+    try:
+        program = text.restored(structure, name, numbers, captures, sites)
+    except ArgumentError as error:
+        raise BlockMaskError(str(error)) from None
     mask = BlockMask(shape, block_size, program, Runs(spans, table), offset)
     _check_runs(mask)
     return mask
-
-
-def _check_program(program: Program) -> None:
-    for position, line in enumerate(program.instructions):
-        known = line.op in TABLE or line.op in (*LEAVES, *CONVERSIONS)
-        slot = line.attr.slot if line.op == "load" else 0
-        fits = 0 <= slot < max(len(program.captures), 1)
-        if not (known and fits and all(0 <= a < position for a in line.args)):
-            raise BlockMaskError(f"the saved mask {program.name} is damaged at line {position}")
 
 
 def _check_runs(mask: BlockMask) -> None:

@@ -13,7 +13,7 @@ from flexmod.errors import TraceError
 from flexmod.program.ir import Instruction, Load, Program
 from flexmod.program.ops import TABLE
 from flexmod.program.source import Site, user_site
-from flexmod.program.transforms import is_differentiated
+from flexmod.program.transforms import is_differentiated, is_recorded
 
 if TYPE_CHECKING:
     from flexmod.program.proxy import Proxy
@@ -22,6 +22,9 @@ HALF = (torch.float16, torch.bfloat16)
 Operand = Any  # a Proxy or a Python number
 # On booleans torch reads these as logic.
 _LOGIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+# A number of a dynamic graph behaves as the Python number that it stands for.
+_SYMBOLIC = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+NUMBERS = (bool, int, float, *_SYMBOLIC)
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -51,13 +54,15 @@ class Recorder:
 
     def number(self, value: float | int | bool, dtype: torch.dtype) -> Proxy:
         """A run-time scalar. Never merged with an equal one: which are equal may change."""
+        if isinstance(value, tuple(_SYMBOLIC)):
+            return self.load(torch.scalar_tensor(value, dtype=dtype, device="cpu"), [])
         value = float(value) if dtype.is_floating_point else int(value)
         self.numbers.append(value)
         return self.emit("number", (), dtype, len(self.numbers) - 1)
 
     def as_proxy(self, value: Operand, dtype: torch.dtype) -> Proxy:
         """The operand as an instruction of the given type."""
-        if isinstance(value, bool | int | float):
+        if isinstance(value, NUMBERS):
             return self.number(value, dtype)
         return self.cast(value, dtype)
 
@@ -85,7 +90,7 @@ class Recorder:
         """Read one element of a captured tensor; half precision is read as float32."""
         if tensor.dtype.is_complex:
             raise TraceError(f"a captured tensor has dtype {tensor.dtype}: use a real dtype")
-        if not tensor.ndim and tensor.device.type == "cpu" and not is_differentiated(tensor):
+        if not tensor.ndim and tensor.device.type == "cpu" and _has_value(tensor):
             return self.number(tensor.item(), _readable(tensor.dtype))
         for axis, index in enumerate(indices):
             if index.dtype.is_floating_point or index.dtype == torch.bool:
@@ -105,7 +110,7 @@ class Recorder:
     def slot(self, tensor: Tensor) -> int:
         """Captures are told apart by what they show, so a view made twice is captured once."""
         key: Hashable = id(tensor)
-        if not is_differentiated(tensor):
+        if _has_value(tensor):
             key = (_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if key not in self._slots:
             self._slots[key] = len(self.captures)
@@ -140,6 +145,11 @@ class Recorder:
         return Program(kind, name, tuple(lines), outputs, tuple(numbers), tuple(captures), sites)
 
 
+def _has_value(tensor: Tensor) -> bool:
+    """Whether its values may be read here: nothing records or differentiates it."""
+    return not is_differentiated(tensor) and not is_recorded(tensor)
+
+
 def _address(tensor: Tensor) -> Hashable:
     """Where a tensor's data lies; its identity if it has none (meta, torch.func transforms)."""
     try:
@@ -157,7 +167,9 @@ def _is_zero(value: Operand) -> bool:
 
 
 def _kind(value: Operand) -> torch.dtype | type:
-    return type(value) if isinstance(value, bool | int | float) else value.dtype
+    if isinstance(value, bool | int | float):
+        return type(value)
+    return _SYMBOLIC.get(type(value)) or value.dtype
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from flexmod import counters
 from flexmod.errors import FlexmodError, TraceError
 from flexmod.program.ir import ARGUMENTS, Program
 from flexmod.program.proxy import CHANGES_CAPTURE, Proxy, inplace_base
-from flexmod.program.record import Recorder
+from flexmod.program.record import NUMBERS, Recorder
 from flexmod.program.refusals import RANDOM
 from flexmod.program.source import Site, definition_site, traceback_site, user_site
 from flexmod.program.views import View
@@ -91,8 +91,8 @@ def _finish(recorder: Recorder, kind: str, score_dtype: torch.dtype, result: Any
         result = recorder.load(result.reshape(()), [])
     if isinstance(result, View) and result.shape.numel() == 1:
         result = result.elements()[0]
-    if isinstance(result, bool | int | float):
-        is_truth = isinstance(result, bool)
+    if isinstance(result, NUMBERS):
+        is_truth = isinstance(result, bool | torch.SymBool)
         result = recorder.number(result, torch.bool if is_truth else score_dtype)
     if not isinstance(result, Proxy):
         raise TraceError(

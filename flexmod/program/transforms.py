@@ -1,10 +1,12 @@
-"""Whether torch's transforms and gradients follow a tensor."""
+"""Whether torch's transforms, gradients and graphs follow a tensor."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -20,3 +22,10 @@ def has_tangent(tensor: Tensor) -> bool:
 def is_differentiated(tensor: Tensor) -> bool:
     """Whether a gradient, a tangent or a transform follows a tensor."""
     return tensor.requires_grad or is_wrapped(tensor) or has_tangent(tensor)
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether operations on a tensor are watched or recorded, or it has no values at all."""
+    if torch._C._len_torch_dispatch_stack() or tensor.device.type == "meta":
+        return True
+    return type(tensor) not in _PLAIN and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)

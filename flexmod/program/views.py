@@ -104,7 +104,7 @@ def _as_index(recorder: Recorder, part: Any, axis: int, length: int) -> Proxy | 
     """
     if isinstance(part, Proxy):
         return part
-    if isinstance(part, int) and not isinstance(part, bool):
+    if isinstance(part, int | torch.SymInt) and not isinstance(part, bool):
         if not -length <= part < length:
             raise TraceError(f"index {part} is out of range for axis {axis} with {length} entries")
         return recorder.number(part % length, torch.int64)
