@@ -200,7 +200,9 @@ def make_problem(
 
 
 def _scale(scale: float | None, query: Tensor) -> float:
-    return 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    if scale is None:
+        return 1 / math.sqrt(max(query.shape[-1], 1))
+    return scale if isinstance(scale, torch.SymFloat) else float(scale)
 
 
 def _seed(p: float, seed: int | None) -> int:

@@ -16,9 +16,11 @@ from torch._ops import HigherOrderOperator
 from flexmod.blocks import BlockMask
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.blocks.runs import Runs
-from flexmod.errors import TraceError
+from flexmod.errors import FlexmodError, TraceError
 from flexmod.kernels.problem import Result
 from flexmod.program import text
+from flexmod.program.replay import Replay
+from flexmod.program.transforms import is_recorded
 
 
 class Carrier(HigherOrderOperator):
@@ -31,13 +33,19 @@ class Carrier(HigherOrderOperator):
         self.__name__ = "flex_attention"
         self.__module__ = __name__  # and the name in generated code is this object's all the same
         self.run = run
+        self._hidden: Callable[..., Result] | None = None
 
-    def __call__(  # type: ignore[override]
+    def __call__(self, *arguments: Any) -> Result:
+        if self._hidden is None:
+            self._hidden = torch.compiler.disable(self._call)
+        return self._hidden(*arguments)
+
+    def _call(
         self,
         sample: Tensor,  # lends the mods' score its dtype and device
         query: Tensor,
         key: Tensor,
-        score_mod: torch.fx.GraphModule,
+        score_mod: Callable[..., Any],
         mask: tuple[Any, ...],
         scale: float | None,
         settings: dict[str, Any],
@@ -45,18 +53,26 @@ class Carrier(HigherOrderOperator):
         mask_values: Sequence[Any] = (),
     ) -> Result:
         value, sink, seed, dropout_p, *parts, mask_mod = mask
-        return self.run(
-            query,
-            key,
-            value,
-            _Recorded(score_mod, score_values) if settings["has_score"] else None,
-            _restored(settings["mask"], parts, _Recorded(mask_mod, mask_values)),
-            scale,
-            sink=sink,
-            dropout_p=dropout_p,
-            dropout_seed=seed,
-            **settings["others"],
-        )
+        score_mod = _replay(score_mod, score_values, "score_mod")
+        mask_mod = _replay(mask_mod, mask_values, "mask_mod")
+        try:
+            return self.run(
+                query,
+                key,
+                value,
+                score_mod if settings["has_score"] else None,
+                _restored(settings["mask"], parts, mask_mod),
+                scale,
+                sink=sink,
+                dropout_p=dropout_p,
+                dropout_seed=seed,
+                **settings["others"],
+            )
+        except FlexmodError as error:
+            if not is_recorded(query):
+                raise
+            # At a TypeError about an argument Dynamo leaves the graph, and the call itself raises.
+            raise TraceError(f"flex_attention refuses an argument: {error}") from error
 
 
 def attend(
@@ -102,7 +118,7 @@ def _described(block_mask: Any) -> tuple[dict[str, Any], tuple[Any, ...], Callab
     return {"kind": "mod"}, (), block_mask
 
 
-def _restored(described: dict[str, Any], parts: list[Any], mask_mod: _Recorded) -> Any:
+def _restored(described: dict[str, Any], parts: list[Any], mask_mod: Callable[..., Any]) -> Any:
     match described["kind"]:
         case "none":
             return None
@@ -124,14 +140,6 @@ def _anything(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx == q_idx
 
 
-class _Recorded:
-    """A mod as Dynamo has recorded it: a graph whose last inputs are what it reads."""
-
-    def __init__(self, graph: torch.fx.GraphModule, values: Sequence[Any]) -> None:
-        self.graph, self.values = graph, values
-
-    def __call__(self, *arguments: Any) -> Any:
-        interpreter = torch.fx.Interpreter(self.graph, garbage_collect_values=False)
-        interpreter.extra_traceback = False
-        found = interpreter.run(*arguments, *self.values)
-        return found[0] if isinstance(found, tuple | list) else found
+def _replay(mod: Callable[..., Any], values: Sequence[Any], name: str) -> Callable[..., Any]:
+    """What Dynamo has made of a mod; where it has given up, the mod is the user's own function."""
+    return Replay(mod, values, name) if isinstance(mod, torch.fx.GraphModule) else mod

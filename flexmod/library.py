@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +21,11 @@ from flexmod.blocks.runs import Runs
 from flexmod.kernels import choose
 from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
 from flexmod.program import Program, text
-from flexmod.program.transforms import has_tangent, is_recorded, is_wrapped
+from flexmod.program.transforms import as_tensor, has_tangent, is_recorded, is_wrapped
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor[] captures, "
-    "Tensor[] mask_captures, Tensor[] runs, Tensor? seed, str spec, float scale"
+    "Tensor[] mask_captures, Tensor[] runs, Tensor? scale, Tensor? seed, str spec"
 )
 _library = torch.library.Library("flexmod", "DEF")
 _library.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
@@ -62,10 +61,13 @@ def attend(
     runs = [mask.runs.spans, mask.runs.table] if isinstance(mask, BlockMask) else []
     block = mask.block_size if isinstance(mask, BlockMask) else block_size
     masked = mask.program if isinstance(mask, BlockMask) else mask
-    spec = {"score": _text(score), "mask": _text(masked), "block": block, **settings}
+    spec = {"score": _text(score), "mask": _text(masked), "block": block, "scale": scale}
+    dynamic = None
+    if isinstance(scale, torch.SymFloat):
+        spec["scale"], dynamic = None, as_tensor(scale, torch.float64)
     captures, mask_captures = (list(p.captures) if p else [] for p in (score, masked))
-    arguments = (*inputs, sink, captures, mask_captures, runs, seed, json.dumps(spec), scale)
-    return Result(*torch.ops.flexmod.attention(*arguments))
+    arguments = (*inputs, sink, captures, mask_captures, runs, dynamic, seed)
+    return Result(*torch.ops.flexmod.attention(*arguments, json.dumps({**spec, **settings})))
 
 
 def _text(program: Program | None) -> list[Any] | None:
@@ -95,12 +97,13 @@ def implement(make_problem: MakeProblem) -> None:
 
     def prepared(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, captures: list[Tensor],
-        mask_captures: list[Tensor], runs: list[Tensor], seed: Tensor | None, spec: str,
-        scale: float, learned: Sequence[int] = (),
+        mask_captures: list[Tensor], runs: list[Tensor], scale: Tensor | None,
+        seed: Tensor | None, spec: str, learned: Sequence[int] = (),
     ) -> tuple[Problem, choose.Choice, Program | None]:  # fmt: skip
         score, masked, settings = _read(spec, len(captures), len(mask_captures))
         settings = dict(settings)
         block, backend = tuple(settings.pop("block")), settings.pop("backend")
+        fixed = settings.pop("scale")
         if score is not None:
             score = text.with_captures(score, captures, learned)
         if masked is not None:
@@ -109,7 +112,7 @@ def implement(make_problem: MakeProblem) -> None:
             masked = _mask(masked, shape, block, runs, query.device)
         seed_value = 0 if seed is None else int(seed) & (2**64 - 1)
         problem = make_problem(
-            Inputs(query, key, value), score, masked, scale,
+            Inputs(query, key, value), score, masked, fixed if scale is None else float(scale),
             sink=sink, dropout_seed=seed_value, **settings,
         )  # fmt: skip
         return problem, choose.choose(problem, backend), score
@@ -200,14 +203,12 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sink, captures, mask_captures, runs, seed, ctx.spec, ctx.scale = inputs
+    query, key, value, sink, captures, mask_captures, runs, scale, seed, ctx.spec = inputs
     ctx.sizes = [len(captures), len(mask_captures), len(runs)]
-    optional = [x for x in (sink, seed) if x is not None]
-    ctx.given = [sink is not None, seed is not None]
+    optional = [x for x in (sink, scale, seed) if x is not None]
+    ctx.given = [x is not None for x in (sink, scale, seed)]
     out, lse, top = output
-    ctx.save_for_backward(
-        query, key, value, *captures, *mask_captures, *runs, *optional, out, lse
-    )
+    ctx.save_for_backward(query, key, value, *captures, *mask_captures, *runs, *optional, out, lse)
     ctx.mark_non_differentiable(top)
     ctx.set_materialize_grads(False)
 
@@ -215,12 +216,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
     query, key, value, *rest = ctx.saved_tensors
     captures, mask_captures, runs = (_take(rest, n) for n in ctx.sizes)
-    sink, seed = (_take(rest, 1)[0] if given else None for given in ctx.given)
+    sink, scale, seed = (_take(rest, 1)[0] if given else None for given in ctx.given)
     out, lse = rest
     wanted = ctx.needs_input_grad
     needed = [*wanted[:3], *([] if sink is None else [wanted[3]]), *wanted[4]]
     arguments = (
-        query, key, value, sink, captures, mask_captures, runs, seed, ctx.spec, ctx.scale,
+        query, key, value, sink, captures, mask_captures, runs, scale, seed, ctx.spec,
     )  # fmt: skip
     nothing = d_out is None and d_lse is None
     found = iter(

@@ -35,11 +35,12 @@ class PendingBlockMask(BlockMask):
     def __getattr__(self, name: str) -> Any:
         from flexmod.blocks.create import create_block_mask
 
-        if name.startswith("__") or "program" in self.__dict__:
-            return super().__getattr__(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
         mask_mod, shape, block_size, separate, device = self.__dict__["wanted"]
         made = create_block_mask(
             mask_mod, *shape, device, block_size, separate_full_blocks=separate
         )
         self.__dict__.update(made.__dict__)
+        object.__setattr__(self, "__class__", BlockMask)
         return getattr(self, name)

@@ -13,7 +13,7 @@ from flexmod.errors import TraceError
 from flexmod.program.ir import Instruction, Load, Program
 from flexmod.program.ops import TABLE
 from flexmod.program.source import Site, user_site
-from flexmod.program.transforms import is_differentiated, is_recorded
+from flexmod.program.transforms import as_tensor, is_differentiated, is_recorded
 
 if TYPE_CHECKING:
     from flexmod.program.proxy import Proxy
@@ -37,7 +37,7 @@ class Recorder:
         self.lines: list[Instruction] = []
         self.numbers: list[float | int] = []
         self.captures: list[Tensor] = []
-        self.sites: dict[int, Site | None] = {}
+        self.sites: dict[int, Site | str | None] = {}
         self._known: dict[Instruction, int] = {}
         self._slots: dict[Hashable, int] = {}
 
@@ -55,7 +55,7 @@ class Recorder:
     def number(self, value: float | int | bool, dtype: torch.dtype) -> Proxy:
         """A run-time scalar. Never merged with an equal one: which are equal may change."""
         if isinstance(value, tuple(_SYMBOLIC)):
-            return self.load(torch.scalar_tensor(value, dtype=dtype, device="cpu"), [])
+            return self.load(as_tensor(value, dtype), [])
         value = float(value) if dtype.is_floating_point else int(value)
         self.numbers.append(value)
         return self.emit("number", (), dtype, len(self.numbers) - 1)

@@ -13,6 +13,7 @@ import torch
 
 _OWN = str(Path(__file__).resolve().parent.parent / "program")
 _TORCH = str(Path(torch.__file__).resolve().parent)
+replayed: str | None = None  # the user's line, while a recorded graph stands for a mod
 
 
 def _is_users(code: CodeType) -> bool:
@@ -38,8 +39,10 @@ class Site(NamedTuple):
         return f"{place}: {expression}" if expression else place
 
 
-def user_site() -> Site | None:
+def user_site() -> Site | str | None:
     """The innermost frame outside of this package's tracer and torch."""
+    if replayed is not None:
+        return replayed
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code):
         frame = frame.f_back
@@ -59,6 +62,8 @@ def traceback_site(traceback: TracebackType | None) -> Site | None:
 
 def definition_site(mod: object) -> str:
     """Where a mod is defined: for errors that concern the whole of it."""
+    if getattr(mod, "site", None) is not None:  # a replay stands where its graph stopped
+        return str(mod.site)  # type: ignore[attr-defined]
     function = getattr(mod, "func", mod)  # a partial
     function = getattr(function, "forward", function)  # a module
     for found in (function, getattr(type(function), "__call__", None)):  # noqa: B004

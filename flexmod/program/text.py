@@ -45,10 +45,8 @@ def restored(
         raise ArgumentError(f"the saved program {name} is damaged: {error}") from None
     for position, line in enumerate(instructions):
         known = line.op in TABLE or line.op in (*LEAVES, *CONVERSIONS)
-        held = {"load": (line.attr and line.attr[0], captures), "number": (line.attr, numbers)}
-        slot, slots = held.get(line.op, (0, "-"))
-        fits = isinstance(slot, int) and 0 <= slot < len(slots)
-        if not (known and fits and all(0 <= a < position for a in line.args)):
+        earlier = all(0 <= a < position for a in line.args)
+        if not (known and earlier and _holds(line, len(numbers), len(captures))):
             raise ArgumentError(f"the saved program {name} is damaged at line {position}")
     return Program(
         kind, name, instructions, tuple(outputs), tuple(numbers), tuple(captures), sites or {}
@@ -85,6 +83,13 @@ def with_captures(
         numbers=tuple(numbers),
         captures=tuple(captures[slot].detach() for slot in moved),
     )
+
+
+def _holds(line: Instruction, numbers: int, captures: int) -> bool:
+    """Whether the number or tensor that a leaf names exists."""
+    if line.op == "number":
+        return 0 <= line.attr < numbers
+    return line.op != "load" or 0 <= line.attr.slot < captures
 
 
 def _written(line: Instruction) -> object:

@@ -146,7 +146,7 @@ class _Watch(TorchFunctionMode):
     """Notices calls on ordinary tensors inside a mod that would silently become constants."""
 
     refused: TraceError | None = None
-    site: Site | None = None
+    site: Site | str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")

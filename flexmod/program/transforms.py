@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -28,4 +30,13 @@ def is_recorded(tensor: Tensor) -> bool:
     """Whether operations on a tensor are watched or recorded, or it has no values at all."""
     if torch._C._len_torch_dispatch_stack() or tensor.device.type == "meta":
         return True
-    return type(tensor) not in _PLAIN and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+    return type(tensor) not in _PLAIN and torch._C._dispatch_keys(tensor).has(
+        torch._C.DispatchKey.Python
+    )
+
+
+def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    """A number of a dynamic graph as a 0-dim tensor, written so that no value is baked in."""
+    if isinstance(value, torch.SymFloat):  # a product is what torch.compile turns into a tensor
+        return torch.ones((), dtype=dtype, device="cpu") * value
+    return torch.scalar_tensor(value, dtype=dtype, device="cpu")
