@@ -96,8 +96,9 @@ def flex_attention(
         >>> out.shape
         torch.Size([1, 2, 4, 8])
     """
-    arguments = (query, key, value, score_mod, block_mask, scale)
-    others = {
+    checks.returns(return_lse, return_aux)
+    arguments: tuple[Any, ...] = (query, key, value, score_mod, block_mask, scale)
+    others: dict[str, Any] = {
         "enable_gqa": enable_gqa,
         "kernel_options": kernel_options,
         "sink": sink,
@@ -106,7 +107,6 @@ def flex_attention(
         "deterministic": deterministic,
         "backend": backend,
     }
-    checks.returns(return_lse, return_aux)
     if torch.compiler.is_dynamo_compiling():
         result = compiled.attend(_carrier, *arguments, **others)
     else:
@@ -140,29 +140,37 @@ def _attend(
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         score = trace(score_mod, "score", score_dtype=work, device=query.device)
         checks.captures(score, query.device)
-    settings = {
-        "options": checks.options(kernel_options),
+    settings: dict[str, Any] = {
+        "kernel_options": kernel_options,
         "dropout_p": checks.dropout(dropout_p),
         "deterministic": _deterministic(deterministic),
+        "sink": sink,
     }
     if library.watches((*inputs, *(score.captures if score else ()))):
-        mask, block_size = _undecided(block_mask, query, key.shape[2])
-        return library.attend(
-            inputs,
-            score,
-            mask,
-            _scale(scale, query),
-            block_size=block_size,
-            sink=sink,
-            seed=_seed_tensor(dropout_p, dropout_seed),
-            backend=backend,
-            **settings,
-        )
-    problem = make_problem(
-        inputs, score, block_mask, scale,
-        sink=sink, dropout_seed=_seed(dropout_p, dropout_seed), **settings,
-    )  # fmt: skip
+        drawn = _seed_tensor(dropout_p, dropout_seed)
+        return _as_operation(inputs, score, block_mask, scale, drawn, backend, **settings)
+    seed = _seed(dropout_p, dropout_seed)
+    problem = make_problem(inputs, score, block_mask, scale, dropout_seed=seed, **settings)
     return attend(problem, inputs, score, backend)
+
+
+def _as_operation(
+    inputs: Inputs,
+    score: Program | None,
+    block_mask: BlockMask | Mod | None,
+    scale: float | None,
+    seed: Tensor | None,
+    backend: str | None,
+    **settings: Any,
+) -> Result:
+    """The call as `torch.ops.flexmod.attention`. Its kernel calls `make_problem`."""
+    query, key, _ = inputs
+    mask, block_size = _undecided(block_mask, query, key.shape[2])
+    settings["kernel_options"] = checks.options(settings["kernel_options"])
+    scale = _scale(scale, query)
+    return library.attend(
+        inputs, score, mask, scale, block_size=block_size, seed=seed, backend=backend, **settings
+    )
 
 
 def make_problem(
@@ -170,11 +178,12 @@ def make_problem(
     score: Program | None,
     block_mask: BlockMask | Mod | None,
     scale: float | None = None,
+    kernel_options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Problem:
     """Fit the mods to the tensors, and gather what a kernel depends on.
 
-    `others` are further fields of the problem: options, sink, dropout, ...
+    `others` are further fields of the problem: sink, dropout, ...
     """
     query, key, value = inputs
     batch, heads, q_len, head_dim = query.shape
@@ -195,6 +204,7 @@ def make_problem(
         score=specialize(score, extents) if score is not None else None,
         mask=mask,
         mask_program=specialize(mask.program, extents) if mask else None,
+        options=checks.options(kernel_options),
         **others,
     )
 
@@ -244,16 +254,18 @@ def _undecided(
     given: BlockMask | Mod | None, query: Tensor, kv_len: int
 ) -> tuple[BlockMask | Program | None, tuple[int, int]]:
     """The mask of a call whose tensors have no values yet, and the blocks to decide it in."""
-    block_size = (_MAP_BLOCK, _MAP_BLOCK)
+    lengths = (query.shape[2], kv_len)
+    block_size, extents = (_MAP_BLOCK, _MAP_BLOCK), (*query.shape[:2], *lengths)
     if isinstance(given, PendingBlockMask):
-        wanted = given.wanted
-        given, block_size = trace(wanted.mask_mod, "mask", device=query.device), wanted.block_size
+        extents, block_size = given.wanted.extents, given.wanted.block_size
+        given = given.wanted.mask_mod
     if isinstance(given, BlockMask):
-        checks.block_mask(given, (*query.shape[:3], kv_len), query.device)
+        checks.block_mask(given, (*query.shape[:2], *lengths), query.device)
         return given, given.block_size
     if given is None:
         return None, block_size
     program = trace(given, "mask", device=query.device)
+    checks.extents(program, extents, (*query.shape[:2], *lengths))
     checks.mask_captures(program, query.device)
     return program, block_size
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmod.blocks import BlockMask
 from flexmod.errors import ArgumentError, BlockMaskError, DeviceError, UnsupportedError
+from flexmod.kernels.problem import Inputs
 from flexmod.program import Program
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -92,18 +93,19 @@ def _dtypes(named: Mapping[str, Tensor]) -> None:
         )
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast query, key and value have its dtype, but for float64: torch's rule."""
-    return [_autocast(x) if isinstance(x, Tensor) else x for x in tensors]
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
+    """Under autocast query, key and value take its dtype, but for float64: torch's rule."""
+    inputs = Inputs(query, key, value)
+    for kind in {x.device.type for x in inputs if isinstance(x, Tensor)}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            inputs = Inputs(*(_cast(x, kind) for x in inputs))
+    return inputs
 
 
-def _autocast(x: Tensor) -> Tensor:
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+def _cast(x: Any, kind: str) -> Any:
+    if not isinstance(x, Tensor) or x.device.type != kind or not x.is_floating_point():
         return x
-    if not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind))
 
 
 def returns(return_lse: bool, return_aux: Any) -> None:
@@ -182,26 +184,35 @@ def mask_captures(program: Program, device: torch.device) -> None:
         )
 
 
-def block_mask(mask: BlockMask, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """A map must cover exactly the call's tokens, and be made for its batch and heads."""
-    if mask.shape[2:] != shape[2:]:
+def extents(
+    program: Program,
+    made: tuple[int | None, int | None, int, int],
+    shape: tuple[int, int, int, int],
+) -> None:
+    """A mask made for (B, H, Q_LEN, KV_LEN) must be right for a call of this shape."""
+    if made[2:] != shape[2:]:
         raise BlockMaskError(
-            f"block_mask was made for Q_LEN, KV_LEN = {mask.shape[2:]}, but query and key have "
+            f"block_mask was made for Q_LEN, KV_LEN = {made[2:]}, but query and key have "
             f"{shape[2:]}: make one for these lengths"
         )
     for axis, name, index in ((0, "B", "b"), (1, "H", "h")):
-        if mask.shape[axis] == shape[axis]:
+        if made[axis] == shape[axis]:
             continue
-        if mask.shape[axis] != 1:
+        if made[axis] not in (1, None):
             raise BlockMaskError(
-                f"block_mask has {name}={mask.shape[axis]}, the call {shape[axis]}: make it with "
+                f"block_mask has {name}={made[axis]}, the call {shape[axis]}: make it with "
                 f"{name}={shape[axis]}, or {name}=None if the mask does not read {index}"
             )
-        if index in mask.program.reads:
+        if index in program.reads:
             raise BlockMaskError(
                 f"block_mask has {name}=1 but its mask reads {index}: it would hold for {index}=0 "
                 f"only; make it with {name}={shape[axis]}"
             )
+
+
+def block_mask(mask: BlockMask, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    """A map must cover exactly the call's tokens, and be made for its batch and heads."""
+    extents(mask.program, mask.shape, shape)
     if mask.device != device:
         raise DeviceError(
             f"block_mask is on {mask.device}, but query is on {device}: use block_mask.to(...)"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from flexmod.blocks import BlockMask
+from flexmod.blocks import BlockMask, create_block_mask
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.blocks.runs import Runs
 from flexmod.errors import FlexmodError, TraceError
@@ -108,7 +108,7 @@ def _described(block_mask: Any) -> tuple[dict[str, Any], tuple[Any, ...], Callab
         return {"kind": "none"}, (), _anything
     if isinstance(block_mask, PendingBlockMask):
         wanted = block_mask.wanted
-        return {"kind": "pending"}, (wanted.shape, wanted.block_size), wanted.mask_mod
+        return {"kind": "pending"}, (wanted.extents, wanted.block_size), wanted.mask_mod
     if isinstance(block_mask, BlockMask):
         program, runs = block_mask.program, block_mask.runs
         described = {"kind": "map", "text": block_mask.text, "name": program.name}
@@ -125,8 +125,7 @@ def _restored(described: dict[str, Any], parts: list[Any], mask_mod: Callable[..
         case "mod":
             return mask_mod
         case "pending":
-            shape, block_size = parts
-            return PendingBlockMask(mask_mod, shape, block_size)
+            return PendingBlockMask(create_block_mask, mask_mod, *parts)
     spans, table, captures, numbers, shape, block_size = parts
     program = text.restored(described["text"], described["name"], numbers, captures)
     return BlockMask(tuple(shape), tuple(block_size), program, Runs(spans, table))

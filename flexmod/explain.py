@@ -132,14 +132,13 @@ def explain(
         (12, 8, 12)
     """
     checks.tensors(query, key, value, enable_gqa)
-    options = checks.options(kernel_options)
     score = None
     if score_mod is not None:
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         score = trace(score_mod, "score", score_dtype=work, device=query.device)
         checks.captures(score, query.device)
     checks.sink(sink, query)
-    problem = make_problem(Inputs(query, key, value), score, block_mask, scale, options=options)
+    problem = make_problem(Inputs(query, key, value), score, block_mask, scale, kernel_options)
     problem = replace(
         problem, sink=sink, dropout_p=checks.dropout(dropout_p), deterministic=deterministic
     )

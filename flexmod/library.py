@@ -1,8 +1,8 @@
 """`torch.ops.flexmod.attention`: a call as one operation, for whatever watches operations.
 
 torch.compile, torch.export, selective checkpointing and meta tensors see this operation and its
-backward; ordinary eager calls go around it. Everything that is not a tensor or the scale is text,
-so that a graph holds all that it needs, and two graphs with equal text do the same.
+backward; ordinary eager calls go around it. What is not a tensor is text, so a graph holds all that
+it needs, and graphs with equal text do the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +33,38 @@ _library.define(
     "attention_backward(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needed, "
     f"{_ARGUMENTS}) -> Tensor[]"
 )
-MakeProblem = Callable[..., Problem]
+
+
+class Call(NamedTuple):
+    """Arguments of the operation."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sink: Tensor | None
+    captures: list[Tensor]  # of the score program
+    mask_captures: list[Tensor]
+    runs: list[Tensor]  # spans and table of a map; none: the mask is decided when it runs
+    scale: Tensor | None  # where it is not in the spec
+    seed: Tensor | None  # int64 [], of dropout
+    spec: str  # JSON: programs and settings
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.query, self.key, self.value)
+
+    @property
+    def fixed(self) -> list[Tensor]:
+        """What may have a gradient, beside captured tensors."""
+        return [*self.inputs, *([] if self.sink is None else [self.sink])]
 
 
 def watches(tensors: Sequence[Tensor]) -> bool:
     """Whether something must see the call as one operation of torch."""
-    if any(is_wrapped(x) or has_tangent(x) for x in tensors):
-        return False  # torch.func sees through the reference engine instead
-    return any(is_recorded(x) for x in tensors)
+    if not any(is_recorded(x) for x in tensors):
+        return False
+    # Transforms of torch.func see through the reference engine instead.
+    return not any(is_wrapped(x) or has_tangent(x) for x in tensors)
 
 
 def attend(
@@ -56,18 +80,22 @@ def attend(
 ) -> Result:
     """The operation. A mask that is a Program is decided when it runs, in blocks of `block_size`.
 
-    `settings` are plain values: options, dropout_p, deterministic, backend.
+    `settings` are plain values: kernel_options, dropout_p, deterministic, backend.
     """
     runs = [mask.runs.spans, mask.runs.table] if isinstance(mask, BlockMask) else []
-    block = mask.block_size if isinstance(mask, BlockMask) else block_size
     masked = mask.program if isinstance(mask, BlockMask) else mask
-    spec = {"score": _text(score), "mask": _text(masked), "block": block, "scale": scale}
-    dynamic = None
-    if isinstance(scale, torch.SymFloat):
-        spec["scale"], dynamic = None, as_tensor(scale, torch.float64)
     captures, mask_captures = (list(p.captures) if p else [] for p in (score, masked))
-    arguments = (*inputs, sink, captures, mask_captures, runs, dynamic, seed)
-    return Result(*torch.ops.flexmod.attention(*arguments, json.dumps({**spec, **settings})))
+    is_dynamic = isinstance(scale, torch.SymFloat)
+    spec = {
+        "score": _text(score),
+        "mask": _text(masked),
+        "block_size": block_size,
+        "scale": None if is_dynamic else scale,
+        **settings,
+    }
+    dynamic = as_tensor(scale, torch.float64) if is_dynamic else None
+    call = Call(*inputs, sink, captures, mask_captures, runs, dynamic, seed, json.dumps(spec))
+    return Result(*torch.ops.flexmod.attention(*call))
 
 
 def _text(program: Program | None) -> list[Any] | None:
@@ -77,73 +105,83 @@ def _text(program: Program | None) -> list[Any] | None:
     return [text.structure(program), program.name, program.numbers, sites]
 
 
+class Spec(NamedTuple):
+    """A spec, read. The programs have placeholders for captured tensors."""
+
+    score: Program | None
+    mask: Program | None
+    settings: dict[str, Any]
+
+
 @lru_cache(maxsize=512)
-def _read(spec: str, captured: int, mask_captured: int) -> tuple[Program | None, ...]:
-    """Score and mask of a spec, with placeholders for captured tensors; and the other settings."""
+def _read(spec: str, captures: int, mask_captures: int) -> Spec:
     settings = json.loads(spec)
-    programs = []
-    for name, count in (("score", captured), ("mask", mask_captured)):
-        saved = settings.pop(name)
+    programs: list[Program | None] = []
+    for saved, count in ((settings["score"], captures), (settings["mask"], mask_captures)):
         if saved is not None:
-            structure, label, numbers, sites = saved
-            places = {int(n): site for n, site in sites.items()}
-            saved = text.restored(structure, label, numbers, [torch.empty(0)] * count, places)
+            structure, name, numbers, sites = saved
+            places = {int(position): site for position, site in sites.items()}
+            saved = text.restored(structure, name, numbers, [torch.empty(0)] * count, places)
         programs.append(saved)
-    return (*programs, settings)
+    del settings["score"], settings["mask"]
+    score, mask = programs
+    return Spec(score, mask, settings)
 
 
-def implement(make_problem: MakeProblem) -> None:
+class _Ready(NamedTuple):
+    problem: Problem
+    choice: choose.Choice
+    score: Program | None  # not specialized
+
+
+def implement(make_problem: Callable[..., Problem]) -> None:
     """Register what the two operations do."""
 
-    def prepared(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, captures: list[Tensor],
-        mask_captures: list[Tensor], runs: list[Tensor], scale: Tensor | None,
-        seed: Tensor | None, spec: str, learned: Sequence[int] = (),
-    ) -> tuple[Problem, choose.Choice, Program | None]:  # fmt: skip
-        score, masked, settings = _read(spec, len(captures), len(mask_captures))
-        settings = dict(settings)
-        block, backend = tuple(settings.pop("block")), settings.pop("backend")
-        fixed = settings.pop("scale")
+    def ready(call: Call, learned: Sequence[int] = ()) -> _Ready:
+        score, masked, settings = _read(call.spec, len(call.captures), len(call.mask_captures))
+        fields = dict(settings)
+        block_size, backend = tuple(fields.pop("block_size")), fields.pop("backend")
+        scale = fields.pop("scale")
         if score is not None:
-            score = text.with_captures(score, captures, learned)
-        if masked is not None:
-            masked = text.with_captures(masked, mask_captures)
-            shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-            masked = _mask(masked, shape, block, runs, query.device)
-        seed_value = 0 if seed is None else int(seed) & (2**64 - 1)
+            score = text.with_captures(score, call.captures, learned)
         problem = make_problem(
-            Inputs(query, key, value), score, masked, fixed if scale is None else float(scale),
-            sink=sink, dropout_seed=seed_value, **settings,
-        )  # fmt: skip
-        return problem, choose.choose(problem, backend), score
+            call.inputs,
+            score,
+            None if masked is None else _mask(call, masked, block_size),
+            scale if call.scale is None else float(call.scale),
+            sink=call.sink,
+            dropout_seed=0 if call.seed is None else int(call.seed) & (2**64 - 1),
+            **fields,
+        )
+        return _Ready(problem, choose.choose(problem, backend), score)
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = Inputs(*arguments[:3])
-        with torch.autocast(inputs.query.device.type, enabled=False):
-            problem, choice, _ = prepared(*arguments)
-            out, lse, top = choose.forward(problem, inputs, choice)
-        return _laid_out(out, _empty_output(inputs)), lse, top
+        call = Call(*arguments)
+        with torch.autocast(call.query.device.type, enabled=False):
+            problem, choice, _ = ready(call)
+            out, lse, top = choose.forward(problem, call.inputs, choice)
+        return _laid_out(out, _empty_output(call.inputs)), lse, top
 
     def backward(
         d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool],
         *arguments: Any,
     ) -> list[Tensor]:  # fmt: skip
-        *fixed, captures = _differentiable(*arguments[:5])
-        learned = [n for n, need in enumerate(needed[len(fixed) :]) if need]
-        held = text.held(captures, learned)
+        call = Call(*arguments)
+        fixed = len(call.fixed)
+        learned = [slot for slot, need in enumerate(needed[fixed:]) if need]
+        held = text.held(call.captures, learned)
+        tensors = [*call.fixed, *(call.captures[slot] for slot in held)]
+        wanted = [*needed[:fixed], *(slot in learned for slot in held)]
         with torch.autocast(out.device.type, enabled=False):
-            problem, choice, score = prepared(*arguments, learned=learned)
-            slots = frozenset(held.index(n) for n in learned)
+            problem, choice, score = ready(call, learned)
+            slots = frozenset(held.index(slot) for slot in learned)
             problem = autograd.with_gradient(problem, score, slots)
             if choice.name == "reference":  # its backward is torch's autograd, not to be had here
                 choice = choose.Choice("cpu", True)
-            tensors = [*fixed, *(captures[n] for n in held)]
             found = autograd.gradients(problem, choice, tensors, out, lse, d_out, d_lse)
-        wanted = [*needed[: len(fixed)], *(n in learned for n in held)]
-        pairs = zip(found, tensors, wanted, strict=True)
         return [
             torch.zeros_like(x) if g is None else _laid_out(g, torch.empty_like(x))
-            for g, x, want in pairs
+            for g, x, want in zip(found, tensors, wanted, strict=True)
             if want
         ]
 
@@ -151,23 +189,13 @@ def implement(make_problem: MakeProblem) -> None:
     _library.impl("attention_backward", backward, "CompositeExplicitAutograd")
 
 
-def _mask(
-    program: Program,
-    shape: tuple[int, int, int, int],
-    block: tuple[int, int],
-    runs: list[Tensor],
-    device: torch.device,
-) -> BlockMask:
-    if not runs:
-        return BlockMask.from_program(program, shape, block, device)
-    return BlockMask(shape, block, program, Runs(*runs))
-
-
-def _differentiable(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, captures: list[Tensor]
-) -> list[Any]:
-    """What may have a gradient: the tensors, and last the list of captured ones."""
-    return [query, key, value, *([] if sink is None else [sink]), captures]
+def _mask(call: Call, program: Program, block_size: tuple[int, int]) -> BlockMask:
+    program = text.with_captures(program, call.mask_captures)
+    batch, heads, q_len, _ = call.query.shape
+    shape = (batch, heads, q_len, call.key.shape[2])
+    if not call.runs:
+        return BlockMask.from_program(program, shape, block_size, call.query.device)
+    return BlockMask(shape, block_size, program, Runs(*call.runs))
 
 
 def _empty_output(inputs: Inputs) -> Tensor:
@@ -175,9 +203,8 @@ def _empty_output(inputs: Inputs) -> Tensor:
     query = inputs.query
     shape = (*query.shape[:3], inputs.value.shape[-1])
     order = stride_order(query)
-    return query.new_empty([shape[axis] for axis in order]).permute(
-        [order.index(axis) for axis in range(4)]
-    )
+    out = query.new_empty([shape[axis] for axis in order])
+    return out.permute([order.index(axis) for axis in range(4)])
 
 
 def _laid_out(x: Tensor, promised: Tensor) -> Tensor:
@@ -186,58 +213,48 @@ def _laid_out(x: Tensor, promised: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("flexmod::attention")
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.new_empty(query.shape[:3], dtype=work)
-    return _empty_output(Inputs(query, key, value)), rows, torch.empty_like(rows)
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = Call(*arguments)
+    work = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    lse = call.query.new_empty(call.query.shape[:3], dtype=work)
+    return _empty_output(call.inputs), lse, torch.empty_like(lse)
 
 
 @torch.library.register_fake("flexmod::attention_backward")
-def _(
+def _fake_backward(
     d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool],
     *arguments: Any,
 ) -> list[Tensor]:  # fmt: skip
-    *fixed, captures = _differentiable(*arguments[:5])
-    tensors = [*fixed, *captures]
-    return [torch.empty_like(x) for x, need in zip(tensors, needed, strict=True) if need]
+    call = Call(*arguments)
+    pairs = zip([*call.fixed, *call.captures], needed, strict=True)
+    return [torch.empty_like(x) for x, need in pairs if need]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sink, captures, mask_captures, runs, scale, seed, ctx.spec = inputs
-    ctx.sizes = [len(captures), len(mask_captures), len(runs)]
-    optional = [x for x in (sink, scale, seed) if x is not None]
-    ctx.given = [x is not None for x in (sink, scale, seed)]
-    out, lse, top = output
-    ctx.save_for_backward(query, key, value, *captures, *mask_captures, *runs, *optional, out, lse)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call, (out, lse, top) = Call(*inputs), output
+    leaves, ctx.structure = torch.utils._pytree.tree_flatten(tuple(call[:-1]))
+    ctx.tensors = [isinstance(x, Tensor) for x in leaves]
+    ctx.spec = call.spec
+    ctx.save_for_backward(*(x for x in leaves if isinstance(x, Tensor)), out, lse)
     ctx.mark_non_differentiable(top)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    query, key, value, *rest = ctx.saved_tensors
-    captures, mask_captures, runs = (_take(rest, n) for n in ctx.sizes)
-    sink, scale, seed = (_take(rest, 1)[0] if given else None for given in ctx.given)
-    out, lse = rest
-    wanted = ctx.needs_input_grad
-    needed = [*wanted[:3], *([] if sink is None else [wanted[3]]), *wanted[4]]
-    arguments = (
-        query, key, value, sink, captures, mask_captures, runs, scale, seed, ctx.spec,
-    )  # fmt: skip
-    nothing = d_out is None and d_lse is None
-    found = iter(
-        [] if nothing else torch.ops.flexmod.attention_backward(
-            d_out, d_lse, out, lse, needed, *arguments
-        )
-    )  # fmt: skip
-    grads = [next(found, None) if need else None for need in needed]
-    d_sink = None if sink is None else grads.pop(3)
-    return (*grads[:3], d_sink, grads[3:], [None] * len(mask_captures), [None] * len(runs),
-            None, None, None)  # fmt: skip
+    *tensors, out, lse = ctx.saved_tensors
+    queue = iter(tensors)
+    leaves = [next(queue) if is_tensor else None for is_tensor in ctx.tensors]
+    call = Call._make((*torch.utils._pytree.tree_unflatten(leaves, ctx.structure), ctx.spec))
+    wanted = Call(*ctx.needs_input_grad)
+    needed = [*wanted[:3], *([] if call.sink is None else [wanted.sink]), *wanted.captures]
+    found: list[Tensor] = []
+    if d_out is not None or d_lse is not None:
+        found = torch.ops.flexmod.attention_backward(d_out, d_lse, out, lse, needed, *call)
+    queue = iter(found)
+    grads = [next(queue, None) if need else None for need in needed]
+    d_sink = None if call.sink is None else grads.pop(3)
+    unseen = [[None] * len(call.mask_captures), [None] * len(call.runs), None, None, None]
+    return (*grads[:3], d_sink, grads[3:], *unseen)
 
 
-def _take(queue: list[Any], count: int) -> list[Any]:
-    taken, queue[:] = queue[:count], queue[count:]
-    return taken
-
-
-torch.library.register_autograd("flexmod::attention", _backward, setup_context=_save)
+torch.library.register_autograd("flexmod::attention", _backward, setup_context=_setup_context)

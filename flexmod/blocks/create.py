@@ -56,9 +56,9 @@ def create_block_mask(
     """
     block_size = check_block_size(BLOCK_SIZE)
     if torch.compiler.is_compiling():
-        return PendingBlockMask(
-            mask_mod, (B, H, Q_LEN, KV_LEN), block_size, separate_full_blocks, device
-        )
+        extents = (B, H, Q_LEN, KV_LEN)
+        create = create_block_mask
+        return PendingBlockMask(create, mask_mod, extents, block_size, device, separate_full_blocks)
     program = trace(mask_mod, "mask", device=device or torch.get_default_device())
     shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
     for name, given in (("b", B), ("h", H)):

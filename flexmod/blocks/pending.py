@@ -9,22 +9,25 @@ import torch
 
 from flexmod.blocks.block_mask import BlockMask
 
+Extents = tuple[int | None, int | None, int, int]
+
 
 class Wanted(NamedTuple):
-    """What `create_block_mask` was called with."""
+    """What `create_block_mask` was called with, and the function itself."""
 
+    create: Callable[..., BlockMask]
     mask_mod: Callable[..., Any]
-    shape: tuple[int | None, int | None, int, int]
+    extents: Extents  # B, H, Q_LEN, KV_LEN
     block_size: tuple[int, int]
-    separate_full_blocks: bool = True
     device: torch.device | str | None = None
+    separate_full_blocks: bool = True
 
 
 class PendingBlockMask(BlockMask):
     """Inside of torch.compile and torch.export: lengths and captured tensors have no values yet.
 
-    An attention call makes the map when the graph runs. Outside of the graph it is an ordinary
-    map, made when first looked at.
+    An attention call decides the mask when the graph runs. Outside of the graph this is an
+    ordinary map, made when it is first looked at.
     """
 
     wanted: Wanted
@@ -33,13 +36,15 @@ class PendingBlockMask(BlockMask):
         object.__setattr__(self, "wanted", Wanted(*wanted))
 
     def __getattr__(self, name: str) -> Any:
-        from flexmod.blocks.create import create_block_mask
-
         if name.startswith("__"):
             raise AttributeError(name)
-        mask_mod, shape, block_size, separate, device = self.__dict__["wanted"]
-        made = create_block_mask(
-            mask_mod, *shape, device, block_size, separate_full_blocks=separate
+        wanted = self.__dict__["wanted"]
+        made = wanted.create(
+            wanted.mask_mod,
+            *wanted.extents,
+            device=wanted.device,
+            BLOCK_SIZE=wanted.block_size,
+            separate_full_blocks=wanted.separate_full_blocks,
         )
         self.__dict__.update(made.__dict__)
         object.__setattr__(self, "__class__", BlockMask)

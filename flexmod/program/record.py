@@ -25,6 +25,7 @@ _LOGIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
 # A number of a dynamic graph behaves as the Python number that it stands for.
 _SYMBOLIC = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 NUMBERS = (bool, int, float, *_SYMBOLIC)
+Number = Any  # one of them
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -52,7 +53,7 @@ class Recorder:
             self.lines.append(line)
         return Proxy(self, self._known[line])
 
-    def number(self, value: float | int | bool, dtype: torch.dtype) -> Proxy:
+    def number(self, value: Number, dtype: torch.dtype) -> Proxy:
         """A run-time scalar. Never merged with an equal one: which are equal may change."""
         if isinstance(value, tuple(_SYMBOLIC)):
             return self.load(as_tensor(value, dtype), [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,10 +97,9 @@ def _written(line: Instruction) -> object:
     return _name(line.attr) if isinstance(line.attr, torch.dtype) else line.attr
 
 
-def _read(op: str, args: list[int], dtype: str, attr: object) -> Instruction:
+def _read(op: str, args: list[int], dtype: str, attr: Any) -> Instruction:
     if op == "load":
-        slot, modes = attr  # type: ignore[misc]
-        attr = Load(slot, tuple(modes))
+        attr = Load(attr[0], tuple(attr[1]))
     elif op in CONVERSIONS and attr is not None:
         attr = getattr(torch, str(attr))
     return Instruction(op, tuple(args), getattr(torch, dtype), attr)

@@ -38,5 +38,5 @@ def is_recorded(tensor: Tensor) -> bool:
 def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
     """A number of a dynamic graph as a 0-dim tensor, written so that no value is baked in."""
     if isinstance(value, torch.SymFloat):  # a product is what torch.compile turns into a tensor
-        return torch.ones((), dtype=dtype, device="cpu") * value
+        return torch.mul(torch.ones((), dtype=dtype, device="cpu"), value)  # type: ignore[arg-type]
     return torch.scalar_tensor(value, dtype=dtype, device="cpu")

@@ -180,9 +180,8 @@ def test_a_damaged_file_is_noticed():
     with pytest.raises(BlockMaskError, match="runs"):
         restore(place, text, captures, spans, table + 5)
     with pytest.raises(BlockMaskError, match="damaged"):
-        kind, name, lines, *rest = text
-        restore(place, (kind, name, [("__import__", (), torch.bool, None), *lines[1:]], *rest),
-                captures, spans, table)  # fmt: skip
+        structure, *rest = text
+        restore(place, (structure.replace("input", "__import__"), *rest), captures, spans, table)
 
 
 def test_a_stale_map_is_not_cut():

@@ -211,14 +211,17 @@ def test_half_precision_is_no_worse_than_twice_the_naive_error(lanes, name, dtyp
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_does_not_reach_into_an_engine(lanes, name, dtype):
-    """Scores are worked out in float32, forward and backward, whatever surrounds the call."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_autocast_rounds_the_inputs_and_does_not_reach_into_an_engine(lanes, name, dtype):
+    """Scores are worked out in float32, forward and backward, from inputs in autocast's dtype."""
     leaves = [x.requires_grad_() for x in tensors(lanes(name, dtype), (20, 35))]
 
     def grads(around):
+        rounded = torch.float64 if dtype == torch.float64 else torch.bfloat16
+        given = leaves if around else [x.to(rounded) for x in leaves]
         with torch.autocast("cpu", torch.bfloat16, enabled=around):
-            out = flexmod.flex_attention(*leaves, mods.softcap(2.0), masks.causal(), backend=name)
+            out = flexmod.flex_attention(*given, mods.softcap(2.0), masks.causal(), backend=name)
+        assert out.dtype == rounded
         # torch's own operations, which the reference is made of, follow autocast in a backward.
         with torch.autocast("cpu", torch.bfloat16, enabled=around and name == "cpu"):
             return out, *torch.autograd.grad(out.float().square().sum(), leaves)
