@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmod import checks, compiled, library
 from flexmod.autograd import attend
-from flexmod.blocks import BlockMask
+from flexmod.blocks import BlockMask, foreign
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.kernels.problem import Inputs, Problem, Result
 from flexmod.program import Program, trace
@@ -64,7 +64,7 @@ def flex_attention(
         key, value: [B or 1, Hkv, KV, E] and [B or 1, Hkv, KV, Ev], of the query's dtype.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`. It sees the scaled score, float32
             (float64 for float64 inputs), and h is the query head.
-        block_mask: a BlockMask, or a function `(b, h, q_idx, kv_idx) -> bool`.
+        block_mask: a BlockMask, torch's too, or a function `(b, h, q_idx, kv_idx) -> bool`.
         scale: of the scores; default 1 / sqrt(E).
         enable_gqa: allow fewer key/value heads: Hq must be a multiple of Hkv.
         return_lse: return (out, lse). return_aux: return (out, AuxOutput).
@@ -236,12 +236,14 @@ def _deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else bool(asked)
 
 
-def _block_mask(given: BlockMask | Mod | None, query: Tensor, kv_len: int) -> BlockMask | None:
-    """The map of a call; a mask_mod becomes one."""
+def _block_mask(given: Any, query: Tensor, kv_len: int) -> BlockMask | None:
+    """The map of a call; a mask_mod, and torch's map, become one."""
     if given is None:
         return None
     batch, heads, q_len, _ = query.shape
     shape = (batch, heads, q_len, kv_len)
+    if foreign.is_torch_map(given):
+        given = foreign.from_torch(given)
     if not isinstance(given, BlockMask):
         program = trace(given, "mask", device=query.device)
         checks.mask_captures(program, query.device)
@@ -251,7 +253,7 @@ def _block_mask(given: BlockMask | Mod | None, query: Tensor, kv_len: int) -> Bl
 
 
 def _undecided(
-    given: BlockMask | Mod | None, query: Tensor, kv_len: int
+    given: Any, query: Tensor, kv_len: int
 ) -> tuple[BlockMask | Program | None, tuple[int, int]]:
     """The mask of a call whose tensors have no values yet, and the blocks to decide it in."""
     lengths = (query.shape[2], kv_len)
@@ -259,6 +261,9 @@ def _undecided(
     if isinstance(given, PendingBlockMask):
         extents, block_size = given.wanted.extents, given.wanted.block_size
         given = given.wanted.mask_mod
+    if foreign.is_torch_map(given):
+        extents, block_size = foreign.extents(given), tuple(given.BLOCK_SIZE)
+        given = foreign.listed(given)
     if isinstance(given, BlockMask):
         checks.block_mask(given, (*query.shape[:2], *lengths), query.device)
         return given, given.block_size

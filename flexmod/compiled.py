@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from flexmod.blocks import BlockMask, create_block_mask
+from flexmod.blocks import BlockMask, create_block_mask, foreign
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.blocks.runs import Runs
 from flexmod.errors import FlexmodError, TraceError
@@ -109,6 +109,9 @@ def _described(block_mask: Any) -> tuple[dict[str, Any], tuple[Any, ...], Callab
     if isinstance(block_mask, PendingBlockMask):
         wanted = block_mask.wanted
         return {"kind": "pending"}, (wanted.extents, wanted.block_size), wanted.mask_mod
+    if foreign.is_torch_map(block_mask):
+        extents, block_size = foreign.extents(block_mask), block_mask.BLOCK_SIZE
+        return {"kind": "pending"}, (extents, block_size), foreign.listed(block_mask)
     if isinstance(block_mask, BlockMask):
         program, runs = block_mask.program, block_mask.runs
         described = {"kind": "map", "text": block_mask.text, "name": program.name}

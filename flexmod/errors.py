@@ -3,7 +3,7 @@
 FlexmodError
 ├── TraceError          (TypeError)              a mod holds something that cannot be traced
 ├── ArgumentError       (ValueError)             a shape, dtype or option is wrong
-│   └── BlockMaskError                           a block mask does not fit, or would be wrong
+│   └── BlockMaskError  (RuntimeError too)       a block mask does not fit, or would be wrong
 ├── UnsupportedError    (NotImplementedError)    valid elsewhere, not offered here
 ├── DeviceError         (ValueError, RuntimeError)  tensors live on different devices
 ├── IndexRangeError     (IndexError)             a mod reads past the end of a captured tensor
@@ -27,7 +27,7 @@ class ArgumentError(FlexmodError, ValueError):
     """An argument has a wrong shape, dtype, range or name; the text names the argument."""
 
 
-class BlockMaskError(ArgumentError):
+class BlockMaskError(ArgumentError, RuntimeError):
     """A block mask does not fit the call, or would give a wrong result if it were used."""
 
 

@@ -30,6 +30,8 @@ def create_block_mask(
     BLOCK_SIZE: BlockSize = 128,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """Decide which blocks of a mask are empty, partial or full.
 
@@ -44,6 +46,7 @@ def create_block_mask(
             default device.
         BLOCK_SIZE: tokens of a block, one number or (query, key).
         separate_full_blocks: False evaluates the mask in full blocks too.
+        _compile, compute_dq_write_order, dq_kv_order: torch's, for its kernels; without effect.
 
     Raises:
         TraceError: the mask cannot be traced. BlockMaskError: B or H is None, but read.

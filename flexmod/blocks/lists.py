@@ -46,6 +46,7 @@ def from_kv_blocks(
     BLOCK_SIZE: BlockSize = 128,
     mask_mod: Callable[..., Any] | None = None,
     seq_lengths: tuple[int, int] | None = None,
+    compute_q_blocks: bool = True,
 ) -> BlockMask:
     """A BlockMask from lists of key blocks for each row of query blocks.
 
@@ -57,6 +58,7 @@ def from_kv_blocks(
         BLOCK_SIZE: tokens of a block, one number or (query, key).
         mask_mod: evaluated in the blocks of `kv_indices`; None: they are visible as a whole.
         seq_lengths: (Q_LEN, KV_LEN); default: all blocks are whole.
+        compute_q_blocks: torch's; here the lists of query blocks are made when somebody reads them.
 
     Raises:
         BlockMaskError: for shapes, dtypes, ranges or orders that don't fit; it names the argument.
@@ -166,7 +168,7 @@ def _from_kinds(
             f"seq_lengths ({q_len}, {kv_len}) need {-(-q_len // block[0])} x "
             f"{-(-kv_len // block[1])} blocks; the lists have {rows} x {columns}"
         )
-    program = trace(_listed(tiles, block, mask_mod), "mask", device=tiles.device)
+    program = trace(listed_blocks(tiles, block, mask_mod), "mask", device=tiles.device)
     kept = tiles[: batch if "b" in program.reads else 1, : heads if "h" in program.reads else 1]
     runs = Runs.from_tiles(_cut_short(kept, block, q_len, kv_len).flatten(0, 2))
     planes = kept.shape[0] * kept.shape[1]
@@ -213,18 +215,18 @@ def _scattered(name: str, counts: Tensor, indices: Tensor) -> Tensor:
     return tiles.scatter_add_(-1, torch.where(listed, indices, 0).long(), listed.to(torch.int8))
 
 
-def _listed(
+def listed_blocks(
     tiles: Tensor, block: tuple[int, int], mask_mod: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The mask that a table of kinds stands for, token by token."""
     batch, heads = tiles.shape[:2]
     block_q, block_kv = block
 
-    def listed_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def in_listed_block(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         plane = tiles[b if batch > 1 else 0, h if heads > 1 else 0]
         kind = plane[q_idx // block_q, kv_idx // block_kv]
         if mask_mod is None:
             return kind > 0
         return (kind == FULL) | ((kind == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
 
-    return listed_blocks
+    return in_listed_block
