@@ -28,11 +28,11 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 def is_recorded(tensor: Tensor) -> bool:
     """Whether operations on a tensor are watched or recorded, or it has no values at all."""
-    if torch._C._len_torch_dispatch_stack() or tensor.device.type == "meta":
+    if torch._C._len_torch_dispatch_stack() or tensor.is_meta:
         return True
-    return type(tensor) not in _PLAIN and torch._C._dispatch_keys(tensor).has(
-        torch._C.DispatchKey.Python
-    )
+    if type(tensor) in _PLAIN:  # the usual case, on every call
+        return False
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
 def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
