@@ -1,8 +1,8 @@
-"""From a mask program to runs, coarse to fine.
+"""From a mask program to runs: row by row, or coarse to fine; elements only where both are open.
 
-Large squares of blocks are decided on intervals; undecided ones are split in four. Only blocks
-that stay undecided at the finest level are looked at element by element. The cost follows the
-boundary of the mask, not its area.
+Masks whose comparisons change a few times along a row are decided by `by_rows`. For any other,
+large squares of blocks are decided on intervals, and undecided ones are split in four, so that the
+cost follows the boundary of the mask, not its area.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexmod.blocks.by_rows import segments_by_row
 from flexmod.blocks.elements import look
 from flexmod.blocks.grid import Cells, Grid, cut_short, quarters, whole_grid
 from flexmod.blocks.overlay import live
@@ -33,9 +34,49 @@ _CPU = _Sizes(1 << 12, 1 << 16)
 
 def classify(program: Program, grid: Grid, device: torch.device) -> Runs:
     """Runs of partial and full blocks of a mask over a grid."""
-    if not (grid.planes and grid.rows and grid.columns):
-        return Runs.nothing(grid.planes * grid.rows, device)
+    rows = grid.planes * grid.rows
+    if not (rows and grid.columns):
+        return Runs.nothing(rows, device)
     ranges = MaskRanges(program, grid)
+    segments = segments_by_row(ranges, device)
+    if segments is None:
+        return Runs.from_segments(_coarse_to_fine(ranges, device), rows, grid.columns)
+    asked = (segments.kind == DOUBT).nonzero().flatten()
+    if not len(asked):
+        return Runs.from_sorted(segments, rows)
+    return _looked_at(ranges, segments, asked)
+
+
+def settle(program: Program, grid: Grid, segments: Segments) -> Runs:
+    """Runs from segments of which some have the kind DOUBT: only those are looked at."""
+    asked = (segments.kind == DOUBT).nonzero().flatten()
+    if not len(asked):
+        return Runs.from_segments(segments, grid.planes * grid.rows, grid.columns)
+    return _looked_at(MaskRanges(program, grid), segments, asked, by_ranges=True)
+
+
+def _looked_at(
+    ranges: MaskRanges, segments: Segments, asked: Tensor, by_ranges: bool = False
+) -> Runs:
+    """The blocks of some segments by their ranges, if that may decide them, and elements."""
+    grid = ranges.grid
+    row, start, stop, _ = segments.take(asked).blocks()
+    cells = Cells(*(x.to(grid.index_dtype) for x in (row // grid.rows, row % grid.rows, start)))
+    if by_ranges:
+        kind = _decide(ranges, grid, cells, 0)
+        undecided = (kind == DOUBT).nonzero().flatten()
+        kind[undecided] = look(ranges.program, grid, cells.take(undecided))
+    else:
+        kind = look(ranges.program, grid, cells)
+    others = segments.take((segments.kind != DOUBT).nonzero().flatten())
+    decided = live(Segments(row, start, stop, kind))
+    both = Segments(*(torch.cat(pair) for pair in zip(others, decided, strict=True)))
+    return Runs.from_segments(both, grid.planes * grid.rows, grid.columns)
+
+
+def _coarse_to_fine(ranges: MaskRanges, device: torch.device) -> Segments:
+    """Live segments in any order; squares that are undecided are split in four."""
+    grid = ranges.grid
     level = _coarsest(grid, _SIZES.get(device.type, _CPU).first)
     cells = whole_grid(grid, level, device)
     found: list[Segments] = []
@@ -44,31 +85,12 @@ def classify(program: Program, grid: Grid, device: torch.device) -> Runs:
         undecided = (kind == DOUBT).nonzero().flatten()
         if level == 0:
             kind[undecided] = look(ranges.program, grid, cells.take(undecided))
-        live = ((kind == PARTIAL) | (kind == FULL)).nonzero().flatten()
-        found.append(_segments(grid, cells.take(live), kind[live], level))
+        seen = ((kind == PARTIAL) | (kind == FULL)).nonzero().flatten()
+        found.append(_segments(grid, cells.take(seen), kind[seen], level))
         if level == 0 or not len(undecided):
-            break
+            return Segments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         level -= 1
         cells = quarters(grid, cells.take(undecided), level)
-    segments = Segments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-    return Runs.from_segments(segments, grid.planes * grid.rows, grid.columns)
-
-
-def settle(program: Program, grid: Grid, segments: Segments) -> Runs:
-    """Runs from segments of which some have the kind DOUBT: only those are looked at."""
-    doubt = segments.kind == DOUBT
-    known = segments.take((~doubt).nonzero().flatten())
-    row, start, stop, _ = segments.take(doubt.nonzero().flatten()).blocks()
-    if len(row):
-        columns = (x.to(grid.index_dtype) for x in (row // grid.rows, row % grid.rows, start))
-        cells = Cells(*columns)
-        ranges = MaskRanges(program, grid)
-        kind = _decide(ranges, grid, cells, 0)
-        undecided = (kind == DOUBT).nonzero().flatten()
-        kind[undecided] = look(ranges.program, grid, cells.take(undecided))
-        decided = live(Segments(row, start, stop, kind.long()))
-        known = Segments(*(torch.cat(pair) for pair in zip(known, decided, strict=True)))
-    return Runs.from_segments(known, grid.planes * grid.rows, grid.columns)
 
 
 def _coarsest(grid: Grid, most: int) -> int:

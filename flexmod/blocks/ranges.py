@@ -29,7 +29,7 @@ class MaskRanges:
     def __init__(self, program: Program, grid: Grid) -> None:
         self.grid = grid
         self.program = specialize(program, grid.extents)
-        self.load = table_ranges(self.program)
+        self.tables = table_ranges(self.program)
         self.proven = _proven(self.program.instructions, self.program.numbers, grid)
         self.numbers = {
             line: _truths(general.settle(general.point(value), line.dtype), line.dtype)
@@ -55,10 +55,18 @@ class MaskRanges:
                 return Interval(*(x.to(line.dtype) for x in found))
             if line.op == "number":
                 return self.numbers[line]
-            return _truths(self.load(line, args, self._group(line, level)), line.dtype)
+            return self.table(line, args, level)
 
-        every, some = interpret(self.program, leaf, self._apply)[self.program.outputs[0]]
+        every, some = interpret(self.program, leaf, self.apply)[self.program.outputs[0]]
         return every.expand(cells.row.shape), some.expand(cells.row.shape)
+
+    def table(self, line: Instruction, args: tuple[Interval, ...], level: int) -> Interval:
+        """What a load reads over ranges of its indices in squares of a level."""
+        return _truths(self.tables(line, args, self._group(line, level)), line.dtype)
+
+    def is_aligned(self, line: Instruction) -> bool:
+        """Whether a load reads whole groups of entries, for which ranges are exact."""
+        return self._group(line, 0) is not None
 
     def _group(self, line: Instruction, level: int) -> int | None:
         """log2 of how many entries squares read, where those are aligned groups of 2**n."""
@@ -67,7 +75,8 @@ class MaskRanges:
         size = sizes.get(index.attr, 0) if index and index.op == "input" else 0
         return size.bit_length() - 1 if size and not size & (size - 1) else None
 
-    def _apply(self, line: Instruction, args: tuple[Interval, ...]) -> Interval:
+    def apply(self, line: Instruction, args: tuple[Interval, ...]) -> Interval:
+        """What an operation does to ranges."""
         rule = _quick_rule(line, args, line in self.proven)
         if rule is not None:
             return rule(*args)

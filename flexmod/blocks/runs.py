@@ -36,12 +36,14 @@ class Segments(NamedTuple):
     def blocks(self) -> Segments:
         """One segment a block."""
         lengths = self.stop - self.start
-        index = torch.arange(len(lengths), device=lengths.device)
-        owner = self.take(index.repeat_interleave(lengths))
-        within = torch.arange(len(owner.row), device=lengths.device)
-        first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        column = owner.start + (within - first)
-        return Segments(owner.row, column, column + 1, owner.kind)
+        ends = lengths.cumsum(0)
+        count = int(ends[-1]) if len(ends) else 0
+        index = torch.arange(len(ends), device=ends.device)
+        owner = index.repeat_interleave(lengths, output_size=count)
+        shift = (self.start - ends + lengths).index_select(0, owner)
+        row, column = self.row.index_select(0, owner), torch.arange(count, device=ends.device)
+        column = column + shift
+        return Segments(row, column, column + 1, self.kind.index_select(0, owner))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,8 @@ class Runs:
         counts = last - first
         row = torch.arange(self.rows, device=counts.device).repeat_interleave(counts)
         within = torch.arange(len(row), device=counts.device)
-        within = within - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        before = counts.cumsum(0) - counts
+        within = within - before.index_select(0, row)
         return Segments(row, *self.table[first[row] + within].long().unbind(1))
 
     def tiles(self, columns: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,34 +53,50 @@ def operation(program: Program, instruction: Instruction, args: tuple[Interval, 
 
 
 class Pyramid:
-    """Range minimum and maximum of an integer or boolean table along its last axis.
+    """Range minimum and maximum of a table along its last axis.
 
-    Level j holds the extremes of aligned groups of 2**j entries, two tables' worth of memory in
-    all. A range is answered from one group if it is one, else from at most nine groups around it:
-    the answer may be a little wide, never narrow.
+    Level j holds the extremes of aligned groups of 2**j entries, made when it is first asked for.
+    A range is answered from one group if it is one, else from at most nine groups around it: the
+    answer may be a little wide, never narrow.
     """
 
     GROUPS = 3  # log2 of how many groups a range that is not one group itself is cut into
+    STEP = 7  # log2 of how many groups are gathered into one at most
 
     def __init__(self, table: Tensor) -> None:
         self.length = table.shape[-1]
-        low = high = table.reshape(-1, self.length)
+        low = table.reshape(-1, self.length)
         if table.dtype == torch.bool:
-            low = high = low.to(torch.uint8)
-        self.levels = [(low, high)]
-        while low.shape[-1] > 1:
-            if low.shape[-1] % 2:
-                low = torch.cat([low, low[:, -1:]], -1)
-                high = torch.cat([high, high[:, -1:]], -1)
-            low = torch.minimum(low[:, ::2], low[:, 1::2])
-            high = torch.maximum(high[:, ::2], high[:, 1::2])
-            self.levels.append((low, high))
+            low = low.to(torch.uint8)
+        self.levels = {0: (low, low)}
+
+    def level(self, level: int) -> tuple[Tensor, Tensor]:
+        """Smallest and largest entries of groups, [rows, groups]."""
+        level = min(level, (self.length - 1).bit_length())
+        if level not in self.levels:
+            finer = max(n for n in self.levels if n < level)
+            if level - finer > self.STEP:  # the levels between will be asked for as well
+                finer += self.STEP
+            low, high = self.level(finer)
+            size = 1 << level - finer
+            if low is high:
+                self.levels[level] = _by_groups(low, size, _both_extremes)
+            else:
+                (low,), (high,) = (
+                    _by_groups(low, size, lambda x: (x.amin(-1),)),
+                    _by_groups(high, size, lambda x: (x.amax(-1),)),
+                )
+                self.levels[level] = low, high
+        return self.levels[level]
 
     def query(self, row: Tensor, lo: Tensor, hi: Tensor) -> Interval:
-        """Extremes over entries lo..hi (inclusive, in range) of the given rows, int64 [cells]."""
+        """Extremes over entries lo..hi (inclusive, in range) of the given rows, int64."""
         row, lo, hi = torch.broadcast_tensors(row, lo, hi)
         if not lo.numel():
             return Interval(lo.long(), lo.long())
+        if lo.ndim != 1:
+            flat = self.query(row.flatten(), lo.flatten(), hi.flatten())
+            return Interval(*(x.view(lo.shape) for x in flat))
         level = torch.log2((hi - lo + 1).double()).ceil().to(lo.dtype)
         whole = (lo >> level << level == lo) & (hi >> level == lo >> level)
         whole &= (hi == self.length - 1) | ((hi + 1) >> level << level == hi + 1)
@@ -98,14 +114,13 @@ class Pyramid:
 
     def aligned(self, row: Tensor, lo: Tensor, level: int) -> Interval:
         """Extremes over the groups of 2**level entries that begin at lo."""
-        level = min(level, len(self.levels) - 1)
-        lows, highs = self.levels[level]
+        lows, highs = self.level(level)
         place = row * lows.shape[-1] + (lo >> level)
         return Interval(lows.reshape(-1)[place].long(), highs.reshape(-1)[place].long())
 
     def _groups(self, level: int, steps: int, row: Tensor, lo: Tensor, hi: Tensor) -> Interval:
         """Extremes of the groups of one level that ranges touch, at most steps + 1 each."""
-        lows, highs = self.levels[level]
+        lows, highs = self.level(level)
         base = row * lows.shape[-1]
         first, last = base + (lo >> level), base + (hi >> level)
         low, high = lows.reshape(-1)[first], highs.reshape(-1)[first]
@@ -114,6 +129,23 @@ class Pyramid:
             low = torch.minimum(low, lows.reshape(-1)[group])
             high = torch.maximum(high, highs.reshape(-1)[group])
         return Interval(low.long(), high.long())
+
+
+def _by_groups(
+    table: Tensor, size: int, reduce: Callable[[Tensor], Sequence[Tensor]]
+) -> tuple[Tensor, ...]:
+    """A reduction of each `size` neighbours in a row; the last group may be smaller."""
+    whole = table.shape[-1] // size * size
+    parts = [table[:, :whole].unflatten(-1, (-1, size))] if whole else []
+    if whole < table.shape[-1]:
+        parts.append(table[:, None, whole:])
+    found = [reduce(part) for part in parts]
+    return tuple(x[0] if len(x) == 1 else torch.cat(x, -1) for x in zip(*found, strict=True))
+
+
+def _both_extremes(x: Tensor) -> Sequence[Tensor]:
+    """On a CPU aminmax is fast for integers, slow for floats."""
+    return (x.amin(-1), x.amax(-1)) if x.is_floating_point() else torch.aminmax(x, dim=-1)
 
 
 def table_ranges(program: Program) -> Callable[..., Interval]:
