@@ -61,9 +61,10 @@ class Frame(NamedTuple):
     device: torch.device
 
 
-def compare(op: str, x: Sum, y: Sum, dtype: torch.dtype, frame: Frame) -> Atom:
-    """`x op y` for sums of known sizes."""
-    (difference,) = known(x.plus(y.each(Part.minus), dtype))
+def compare(op: str, x: Sum, y: Sum, frame: Frame) -> Atom:
+    """`x op y`."""
+    x, y = (each.cast(torch.int64) for each in known(x, y))
+    (difference,) = known(x.plus(y.each(Part.minus), torch.int64))
     ends = all(part.ends for part in difference.parts)
     dense = all(part.width for part in difference.parts)
     if op in ("eq", "ne"):

@@ -10,6 +10,10 @@ passes over the rows, at any length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +23,7 @@ from flexmod.blocks.ranges import MaskRanges
 from flexmod.blocks.runs import DOUBT, EMPTY, FULL, PARTIAL, Segments
 from flexmod.blocks.separate import Separated
 from flexmod.blocks.sums import NotSeparable
+from flexmod.program import Program
 from flexmod.program.intervals import Interval
 from flexmod.program.ir import Instruction, interpret
 from flexmod.program.ops import TABLE
@@ -38,57 +43,50 @@ def segments_by_row(ranges: MaskRanges, device: torch.device) -> Segments | None
     edge = torch.stack([x.expand(size) for x in edges], -1).sort(-1).values
     start, stop = edge[..., :-1], edge[..., 1:]
     truths = {line: atom.at(start) for line, atom in atoms.items()}
-    kind = _kinds(ranges, truths, _cut_short(grid, start), lines.only_whole).expand(start.shape)
+    kind = _kinds(ranges.program, lines, truths, _cut_short(grid, start))
     live = ((kind != EMPTY) & (start < stop)).flatten().nonzero().flatten()
     row = live // start.shape[-1]
     return Segments(row, *(x.flatten().index_select(0, live) for x in (start, stop, kind)))
 
 
 def _kinds(
-    ranges: MaskRanges, truths: dict[Instruction, Truth], short: Tensor | None, only_whole: bool
+    program: Program, lines: Separated, truths: dict[Instruction, Truth], short: Tensor | None
 ) -> Tensor:
-    program = ranges.program
+    """The kind of each segment, by what is known of the comparisons."""
 
-    def bounds(line: Instruction, args: tuple[Interval | None, ...]) -> Interval | None:
+    def bounds(line: Instruction, args: tuple[Any, ...]) -> Interval | None:
         if line in truths:
             return Interval(*truths[line][:2])
-        return ranges.apply(line, args) if line.dtype == torch.bool else None
+        return lines.ranges.apply(line, args) if line.dtype == torch.bool else None
 
-    def leaf(_: int, line: Instruction, args: tuple[Interval | None, ...]) -> Interval | None:
-        return bounds(line, args)
-
-    every, some = interpret(program, leaf, bounds)[program.outputs[0]]
-    mixed = _surely_mixed(ranges, truths)
-    if only_whole and short is not None:
+    every, some = _result(program, bounds)
+    mixed = _surely_mixed(program, truths)
+    if lines.only_whole and short is not None:
         mixed = mixed & ~short
     kind = torch.where(some, torch.where(mixed, PARTIAL, DOUBT), EMPTY)
-    if short is None:
-        return kind.masked_fill_(every, FULL)
-    return torch.where(every, torch.where(short, PARTIAL, FULL), kind)
+    full = FULL if short is None else torch.where(short, PARTIAL, FULL)
+    return torch.where(every, full, kind)
 
 
-def _surely_mixed(ranges: MaskRanges, truths: dict[Instruction, Truth]) -> Tensor:
+def _surely_mixed(program: Program, truths: dict[Instruction, Truth]) -> Tensor:
     """Where one comparison alone is open and has both answers, and the mask follows it."""
-    program = ranges.program
     both = {line: torch.stack([truth.every, truth.some]) for line, truth in truths.items()}
 
-    def plain(line: Instruction, args: tuple[Tensor | None, ...]) -> Tensor | None:
+    def plain(line: Instruction, args: tuple[Any, ...]) -> Tensor | None:
         if line in both:
             return both[line]
         return TABLE[line.op].evaluate(*args) if line.dtype == torch.bool else None
 
-    def leaf(_: int, line: Instruction, args: tuple[Tensor | None, ...]) -> Tensor | None:
-        return plain(line, args)
+    first, second = _result(program, plain)
+    mixed = reduce(torch.logical_or, (truth.mixed for truth in truths.values()))
+    open_ones = [(truth.some & ~truth.every).int() for truth in truths.values()]
+    return mixed & (first != second) & (reduce(torch.add, open_ones) == 1)
 
-    first, second = interpret(program, leaf, plain)[program.outputs[0]]
-    mixed, *more = (truth.mixed for truth in truths.values())
-    follows = first != second
-    if not more:
-        return mixed & follows
-    count = sum(((truth.some & ~truth.every).int() for truth in truths.values()))
-    for other in more:
-        mixed = mixed | other
-    return mixed & follows & (count == 1)
+
+def _result(program: Program, rule: Callable[[Instruction, tuple[Any, ...]], Any]) -> Any:
+    """A mask from its comparisons."""
+    lines = interpret(program, lambda _, line, args: rule(line, args), rule)
+    return lines[program.outputs[0]]
 
 
 def _cut_short(grid: Grid, start: Tensor) -> Tensor | None:

@@ -7,7 +7,6 @@ The rules of `program.intervals` hold for any integers; here most lines are prov
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,10 +14,11 @@ from torch import Tensor
 from flexmod.blocks.grid import Cells, Grid, spans
 from flexmod.program import Program
 from flexmod.program import intervals as general
-from flexmod.program.bounds import bounds, operation, table_ranges
+from flexmod.program.bounds import operation
 from flexmod.program.intervals import Interval
 from flexmod.program.ir import Instruction, interpret
 from flexmod.program.specialize import specialize
+from flexmod.program.tables import Tables
 
 Rule = Callable[..., Interval]
 
@@ -29,8 +29,11 @@ class MaskRanges:
     def __init__(self, program: Program, grid: Grid) -> None:
         self.grid = grid
         self.program = specialize(program, grid.extents)
-        self.tables = table_ranges(self.program)
-        self.proven = _proven(self.program.instructions, self.program.numbers, grid)
+        self.tables = Tables(self.program)
+        # `specialize` narrows only lines that provably fit; those of a mask's own may overflow.
+        self.proven = not any(
+            line.dtype == torch.int32 and line.op != "load" for line in program.instructions
+        )
         self.numbers = {
             line: _truths(general.settle(general.point(value), line.dtype), line.dtype)
             for line in self.program.instructions
@@ -62,44 +65,28 @@ class MaskRanges:
 
     def table(self, line: Instruction, args: tuple[Interval, ...], level: int) -> Interval:
         """What a load reads over ranges of its indices in squares of a level."""
-        return _truths(self.tables(line, args, self._group(line, level)), line.dtype)
+        row, column = (self._group(a, level) for a in (None, None, *line.args)[-2:])
+        return _truths(self.tables(line, args, (row, column)), line.dtype)
 
     def is_aligned(self, line: Instruction) -> bool:
         """Whether a load reads whole groups of entries, for which ranges are exact."""
-        return self._group(line, 0) is not None
+        return self._group((None, *line.args)[-1], 0) is not None
 
-    def _group(self, line: Instruction, level: int) -> int | None:
-        """log2 of how many entries squares read, where those are aligned groups of 2**n."""
-        index = self.program.instructions[line.args[-1]] if line.args else None
-        sizes = {"q_idx": self.grid.block_q << level, "kv_idx": self.grid.block_kv << level}
+    def _group(self, position: int | None, level: int) -> int | None:
+        """log2 of how many entries an index runs over, where those are aligned groups of 2**n."""
+        high, wide = self.grid.block_q << level, self.grid.block_kv << level
+        sizes = {"b": 1, "h": 1, "q_idx": high, "kv_idx": wide}
+        index = None if position is None else self.program.instructions[position]
         size = sizes.get(index.attr, 0) if index and index.op == "input" else 0
         return size.bit_length() - 1 if size and not size & (size - 1) else None
 
     def apply(self, line: Instruction, args: tuple[Interval, ...]) -> Interval:
         """What an operation does to ranges."""
-        rule = _quick_rule(line, args, line in self.proven)
+        rule = _quick_rule(line, args, self.proven and line.dtype == torch.int32)
         if rule is not None:
             return rule(*args)
         found = operation(self.program, line, tuple(_wide(x) for x in args))
         return _truths(found, line.dtype)
-
-
-@lru_cache(maxsize=256)
-def _proven(
-    lines: tuple[Instruction, ...], numbers: tuple[float | int, ...], grid: Grid
-) -> frozenset[Instruction]:
-    """Lines of 32 bits that no indices inside the grid can take out of them."""
-    program = Program("mask", "", lines, (len(lines) - 1,), numbers)
-    ranges = {
-        name: Interval(general.point(0).lo, general.point(max(extent - 1, 0)).hi)
-        for name, extent in grid.extents.items()
-    }
-    limits = torch.iinfo(torch.int32)
-    return frozenset(
-        line
-        for line, x in zip(lines, bounds(program, ranges), strict=True)
-        if line.dtype == torch.int32 and (int(x.lo), int(x.hi)) != (limits.min, limits.max)
-    )
 
 
 def _truths(x: Interval, dtype: torch.dtype) -> Interval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,28 +34,37 @@ class Separated:
         self.inputs = _indices(self.grid, device)
         interpret(ranges.program, self._leaf, self._apply)
 
-    def _leaf(self, _: int, line: Instruction, args: tuple[Sum | None, ...]) -> Sum | None:
+    def _leaf(self, _: int, line: Instruction, args: tuple[Any, ...]) -> Sum | None:
         if line.op == "input":
-            return self.inputs[line.attr].each(lambda part: part.cast(line.dtype))
+            return self.inputs[line.attr].cast(line.dtype)
         if line.op == "number":
-            found = Sum(Part(self.ranges.numbers[line], False, True, 1))
-        else:
-            found = self._load(line, _sums(args))
-        return self._truth(line, found) if line.dtype == torch.bool else found
+            return self._sum_or_truth(line, Sum(Part(self.ranges.numbers[line], False, True, 1)))
+        return self._sum_or_truth(line, self._load(line, _sums(args)))
 
-    def _apply(self, line: Instruction, args: tuple[Sum | None, ...]) -> Sum | None:
+    def _apply(self, line: Instruction, args: tuple[Any, ...]) -> Sum | None:
         kinds = {self.ranges.program.instructions[a].dtype for a in line.args}
         if line.dtype == torch.bool and kinds == {torch.bool}:
             return None  # made of other truths
         sums = _sums(args)
-        if any(kind not in LIMITS for kind in kinds):
-            found = self._alone(line, sums)
-        elif line.op in COMPARISONS:
-            self.atoms[line] = compare(line.op, *known(*sums), kinds.pop(), self.frame)
+        whole = not any(kind.is_floating_point or kind == torch.bool for kind in kinds)
+        if whole and line.op in COMPARISONS:
+            x, y = sums
+            self.atoms[line] = compare(line.op, x, y, self.frame)
             return None
-        else:
-            found = self._arithmetic(line, sums)
-        return self._truth(line, found) if line.dtype == torch.bool else found
+        if whole and line.dtype in LIMITS:
+            try:
+                return self._arithmetic(line, sums)
+            except NotSeparable:
+                pass  # unless it is of the query alone, or of the key alone
+        return self._sum_or_truth(line, self._alone(line, sums))
+
+    def _sum_or_truth(self, line: Instruction, found: Sum) -> Sum | None:
+        if line.dtype != torch.bool:
+            return found
+        if found.column is not None or found.row is None:
+            raise NotSeparable
+        self.atoms[line] = row_atom(*found.row.span, found.row.ends, self.frame)
+        return None
 
     def _load(self, line: Instruction, args: list[Sum]) -> Sum:
         if set(line.attr.modes) - {"proven"}:
@@ -78,15 +88,15 @@ class Separated:
                 x, y = known(*sums)
                 return x.plus(y.each(Part.minus), dtype)
             case "neg":
-                return known(*sums)[0].each(Part.minus)
+                return known(*sums)[0].times(-1, dtype)
             case "mul" if number is not None:
                 return known(sums[0])[0].times(number, dtype)
-            case "cast" if dtype in LIMITS and (sums[0].size or 1 << 62) <= LIMITS[dtype]:
-                return sums[0].each(lambda part: part.cast(dtype))
+            case "cast" if (sums[0].size or 1 << 62) <= LIMITS[dtype]:
+                return sums[0].cast(dtype)
             case "mod" | "mod_natural" if number and 0 < number <= sums[0].width:
                 self.only_whole |= any(self.grid.cuts)
                 return _all_below(number)
-        return self._alone(line, sums)
+        raise NotSeparable
 
     def _alone(self, line: Instruction, sums: list[Sum]) -> Sum:
         """Any operation on values of the query alone, or of the key alone."""
@@ -98,17 +108,12 @@ class Separated:
             part = old._replace(span=span, width=old.width and max(1, old.width // divisor))
         return Sum(None, part, size) if keyed else Sum(part, None, size)
 
-    def _truth(self, line: Instruction, found: Sum) -> None:
-        if found.column is not None or found.row is None:
-            raise NotSeparable
-        self.atoms[line] = row_atom(*found.row.span, found.row.ends, self.frame)
 
-
-def _sums(args: tuple[Sum | None, ...]) -> list[Sum]:
+def _sums(args: tuple[Any, ...]) -> list[Sum]:
     """What is no truth; a number made of truths is no sum."""
     if any(x is None for x in args):
         raise NotSeparable
-    return list(args)  # type: ignore[arg-type]
+    return list(args)
 
 
 def _one_sided(
@@ -124,9 +129,8 @@ def _one_sided(
 def _all_below(number: int) -> Sum:
     """Anything in [0, number), at every block. It moves with both query and key."""
     lo, hi = (torch.tensor(n, device="cpu") for n in (0, number - 1))
-    return Sum(
-        Part(Interval(lo, hi), True, True, number), Part(Interval(lo, lo), True, True, 1, True), number
-    )
+    row = Part(Interval(lo, hi), True, True, number)
+    return Sum(row, Part(Interval(lo, lo), True, True, 1, True), number)
 
 
 def _indices(grid: Grid, device: torch.device) -> dict[str, Sum]:
@@ -140,7 +144,5 @@ def _indices(grid: Grid, device: torch.device) -> dict[str, Sum]:
         "b": Sum(b, None, grid.batch),
         "h": Sum(h, None, grid.heads),
         "q_idx": Sum(Part(Interval(q_first, q_last), True, True, high), None, grid.q_len),
-        "kv_idx": Sum(
-            None, Part(Interval(kv_first, kv_last), True, True, wide, True), grid.kv_len
-        ),
+        "kv_idx": Sum(None, Part(Interval(kv_first, kv_last), True, True, wide, True), grid.kv_len),
     }

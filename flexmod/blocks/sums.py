@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.blocks.ranges import MaskRanges
 from flexmod.program.intervals import Interval
-from flexmod.program.ir import Instruction
 
 # Sums stay below these, so that neither they nor their parts can leave their types.
 LIMITS = {torch.int32: 1 << 30, torch.int64: 1 << 60}
@@ -97,8 +95,11 @@ class Sum:
         return any(part.moves for part in self.parts)
 
     def each(self, change: Callable[[Part], Part]) -> Sum:
-        parts = (None if part is None else change(part) for part in (self.row, self.column))
-        return Sum(*parts, self.size)
+        row, column = (None if part is None else change(part) for part in (self.row, self.column))
+        return Sum(row, column, self.size)
+
+    def cast(self, dtype: torch.dtype) -> Sum:
+        return self.each(lambda part: part.cast(dtype))
 
     def plus(self, other: Sum, dtype: torch.dtype) -> Sum:
         size = (self.size or 0) + (other.size or 0)
@@ -138,7 +139,7 @@ def known(*sums: Sum) -> list[Sum]:
                 raise NotSeparable
         if column is not None and column.rising is None:
             low, high, low_falls, high_falls = (next(answers) for _ in range(4))
-            if not (low and high or low_falls and high_falls):
+            if not ((low and high) or (low_falls and high_falls)):
                 raise NotSeparable
             column = column._replace(rising=low and high)
         found.append(Sum(each.row, column, size))

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import flexmod
 from flexmod import masks
+from flexmod.blocks import classify
+from flexmod.blocks.elements import look
 
 GRAMMAR = runpy.run_path(str(Path(__file__).parents[1] / "program/mask_grammar.py"))
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -130,3 +132,48 @@ def test_an_index_past_a_table_is_an_error(block):
     with pytest.raises(flexmod.IndexRangeError, match=r"shape \[40\]"):
         flexmod.create_block_mask(mask, None, None, 41, 41, BLOCK_SIZE=block).dense()
     flexmod.create_block_mask(mask, None, None, 40, 41, BLOCK_SIZE=block).dense()
+
+
+PAIRS = torch.zeros(2, 3, 200, 300)
+PAIRS[:, 1, :90] = 2.0
+PAIRS[1, :, :, 150:] = -1.0
+PAIRS[0, 2, 10, 10] = float("nan")
+PAIRS[1, 2, 100, 7] = 1.0 + 1e-6  # nearer to 1 than what an interval may decide
+TABLES_OF_PAIRS = {
+    "bool": (PAIRS > 1, lambda x: x),
+    "int8": (PAIRS.nan_to_num().to(torch.int8), lambda x: x >= 0),
+    "int64": (PAIRS.nan_to_num().long(), lambda x: x != 2),
+    "float32": (PAIRS, lambda x: x > 1.0),
+    "float64": (PAIRS.double(), lambda x: x <= 1.0),
+    "bfloat16": (PAIRS.bfloat16(), lambda x: ~(x > -0.5)),
+}
+
+
+@pytest.mark.parametrize("block", [16, 128, (8, 32), (24, 10)], ids=str)
+@pytest.mark.parametrize("name", TABLES_OF_PAIRS)
+def test_tables_of_pairs(name, block):
+    table, compare = TABLES_OF_PAIRS[name]
+    pair = (block, block) if isinstance(block, int) else block
+    for mask in (
+        lambda b, h, q, k: compare(table[b, h, q, k]),
+        lambda b, h, q, k: compare(table[0, 2][q, k]) & (q >= k),
+        lambda b, h, q, k: compare(table[b, h, q % 7 + 80, k]),
+    ):
+        made = flexmod.create_block_mask(mask, 2, 3, 200, 300, "cpu", pair)
+        dense = flexmod.create_mask(mask, 2, 3, 200, 300, "cpu")
+        assert torch.equal(made.tiles().int(), by_hand(dense, pair).int())
+
+
+def test_whole_blocks_of_a_table_of_pairs_are_not_looked_at(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        classify,
+        "look",
+        lambda p, grid, cells: looked.append(len(cells.row)) or look(p, grid, cells),
+    )
+    table = torch.zeros(512, 512, dtype=torch.bool)
+    table[:256], table[300, 300] = True, True
+    made = flexmod.create_block_mask(
+        lambda b, h, q, k: table[q, k], None, None, 512, 512, "cpu", 16
+    )
+    assert made.counts() == (511, 1, 512) and looked == [1]

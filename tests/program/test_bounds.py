@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexmod
-from flexmod.program.bounds import Pyramid, bounds, table_ranges
+from flexmod.program.bounds import bounds
 from flexmod.program.evaluate import evaluate
 from flexmod.program.intervals import Interval
 from flexmod.program.specialize import specialize
+from flexmod.program.tables import Pyramid, Tables
 
 GRAMMAR = runpy.run_path(str(Path(__file__).parent / "mask_grammar.py"))
 NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -50,7 +51,7 @@ def test_no_value_lies_outside(special, mask, cells):
         name: Interval(*(torch.tensor([cell[name][end] for cell in cells]) for end in (0, 1)))
         for name in NAMES
     }
-    result = bounds(program, ranges, table_ranges(program))[program.outputs[0]]
+    result = bounds(program, ranges, Tables(program))[program.outputs[0]]
     low, high = (end.expand(len(cells)) for end in result)
     for n, cell in enumerate(cells):
         seen = mask(*everything(cell).values())
@@ -64,7 +65,7 @@ def test_single_positions_are_exact(mask, cell):
     program = flexmod.trace(mask)
     at = {name: torch.tensor([cell[name][0]]) for name in NAMES}
     ranges = {name: Interval(index, index) for name, index in at.items()}
-    result = bounds(program, ranges, table_ranges(program))[program.outputs[0]]
+    result = bounds(program, ranges, Tables(program))[program.outputs[0]]
     seen = mask(*at.values()).long()
     assert torch.equal(result.lo.expand(1), seen) and torch.equal(result.hi.expand(1), seen)
 
@@ -129,7 +130,7 @@ def test_float_masks_are_never_wrongly_decided(name):
     for size in (1, 4, 16):
         ends = [(n, (n + size - 1).clamp(max=most)) for n, most in ((q, 59), (k, 69))]
         ranges = {"q_idx": Interval(*ends[0]), "kv_idx": Interval(*ends[1])}
-        low, high = bounds(program, ranges, table_ranges(program))[program.outputs[0]]
+        low, high = bounds(program, ranges, Tables(program))[program.outputs[0]]
         low, high = low.expand(len(q)).bool(), high.expand(len(q)).bool()
         padded = torch.nn.functional.pad(seen, (0, size - 1, 0, size - 1))
         windows = padded.unfold(0, size, 1).unfold(1, size, 1).flatten(2).flatten(0, 1)
