@@ -18,6 +18,7 @@ from flexmod.bench.case import BHSD, BSHD, PACKED, make_case
 from flexmod.bench.errors import relative
 from flexmod.bench.rows import MASKS, SCORES, document_lengths, rows, select
 from flexmod.bench.suites import SUITES, comparison
+from flexmod.kernels.choose import BACKENDS
 from flexmod.progress import Progress
 from flexmod.testing import naive, visible
 
@@ -161,7 +162,7 @@ def test_no_rounds_only_build(capsys):
     ("arguments", "message"),
     [
         (["--suite=speed"], "'speed' is none of forward, backward, masks, latency"),
-        (["--engine=warp"], "'warp' is none of fa2, cpu, reference"),
+        (["--engine=warp"], f"'warp' is none of {', '.join(BACKENDS)}"),
         (["--head-dim=64,x"], "'x' is not a number"),
         (["--rows=causal 16"], "--rows causal 16 are not measured with this --head-dim"),
         (["--rows=potato"], "no row is called 'potato'; there are dense, causal, prefix"),
