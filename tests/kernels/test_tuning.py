@@ -179,6 +179,10 @@ def test_what_no_engine_of_a_gpu_serves_warns_once(monkeypatch, caplog):
         assert choose.choose(replace(on_gpu, head_dim=600)).name == "cpu"
         assert "head_dim 600 is above 512" in caplog.records[1].getMessage()
         assert choose.choose(on_gpu).name == "fa2" and len(caplog.records) == 2
+        old = "it needs compute capability 8.0, this GPU has 7.5"
+        monkeypatch.setattr(fa2, "target", lambda device: old)
+        assert choose.choose(on_gpu).name == "cpu"
+        assert caplog.records.pop().getMessage().startswith(f"fa2 refuses: {old}; using")
         assert choose.choose(problem_of()).name == "cpu" and len(caplog.records) == 2
-    with pytest.raises(BackendError, match="head_dim 600 is above 512"):
-        choose.choose(replace(on_gpu, head_dim=600), "fa2")
+    with pytest.raises(BackendError, match=r"'fa2' cannot serve this call: .* has 7\.5"):
+        choose.choose(on_gpu, "fa2")
