@@ -22,6 +22,7 @@ import flexmod
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n?```text\n(?P<text>.*?)```\n)?", re.DOTALL)
+NEEDS = re.compile(r"^<!-- needs: (\w+) -->$", re.M)  # a page about another library
 REFRESH = os.environ.get("FLEXMOD_REFRESH_DOCS") == "1"
 # __main__ runs when it is imported.
 MODULES = [
@@ -44,6 +45,8 @@ def printed(code: str, namespace: dict[str, object], at: str) -> str:
 def test_page_runs_and_prints_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = page.read_text(encoding="utf-8")
+    for library in NEEDS.findall(text):
+        pytest.importorskip(library, reason=f"{page.name} needs {library}")
     namespace: dict[str, object] = {"__name__": page.stem}
     fresh = text
     for block in BLOCK.finditer(text):

@@ -104,9 +104,12 @@ class Proxy(Traced):
     def numel(self) -> int:
         return 1
 
-    def __getitem__(self, index: Any) -> Proxy:
-        if index is Ellipsis or index == ():
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(part is Ellipsis for part in parts):
             return self
+        if all(part is None or part is Ellipsis for part in parts) and parts.count(None) == 1:
+            return dispatch("unsqueeze", (self, -1), {})
         raise TraceError("a traced value is a scalar: index the captured tensor instead")
 
     def __repr__(self) -> str:
@@ -160,13 +163,13 @@ def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what records `name`, with 0-dim tensors as loads and vectors element by element."""
     if not kwargs and all(type(a) in _SCALARS for a in args):
         return _checked(name, args, kwargs)  # the usual case, on every trace
-    from flexmod.program.vectors import REDUCTIONS, elementwise, is_vector
+    from flexmod.program.vectors import WHOLE, elementwise, is_vector
 
     recorder = recorder_of([*args, *kwargs.values()])
     if name in ("to", "type_as"):  # another tensor only lends its type
         args = (args[0], *(_type_of(a) for a in args[1:]))
         kwargs = {k: _type_of(v) for k, v in kwargs.items()}
-    if name not in REDUCTIONS:
+    if name not in WHOLE:
         args = tuple(_scalar(recorder, a) for a in args)
         kwargs = {k: _scalar(recorder, v) for k, v in kwargs.items()}
         if any(is_vector(a) for a in args):

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmod.errors import TraceError
 from flexmod.program.proxy import Proxy, Traced, call, named
 from flexmod.program.views import LARGEST_VECTOR, View
 
-REDUCTIONS = ("sum", "mean", "amax", "amin", "dot", "inner", "vdot", "matmul", "__matmul__",
-              "__rmatmul__", "take", "gather", "index_select", "embedding")  # fmt: skip
+# Functions of whole vectors; all others are applied entry by entry.
+WHOLE = ("sum", "prod", "mean", "amax", "amin", "any", "all", "dot", "inner", "vdot", "matmul",
+         "__matmul__", "__rmatmul__", "unsqueeze", "take", "gather", "index_select",
+         "embedding")  # fmt: skip
 
 
 class Vector(Traced):
@@ -59,7 +62,10 @@ def elements(value: Any) -> list[Any]:
 def elementwise(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a scalar function along vectors; a vector of one entry is a scalar again."""
     columns = [elements(a) if is_vector(a) else a for a in args]
-    length = max(len(c) for c in columns if isinstance(c, list))
+    lengths = {len(c) for c in columns if isinstance(c, list)}
+    length = max(lengths)
+    if lengths - {1, length}:
+        raise TraceError(f"vectors of {' and '.join(map(str, sorted(lengths)))} entries meet")
     items = []
     for n in range(length):
         row = [c[n if len(c) > 1 else 0] if isinstance(c, list) else c for c in columns]
@@ -72,18 +78,33 @@ def elementwise(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return items[0] if length == 1 else Vector(items)
 
 
-def _reduce(step: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _reduce(
+    step: Callable[[Any, Any], Any], prepare: Callable[[Any], Any] = lambda x: x
+) -> Callable[..., Any]:
+    """A function of one axis from one of two entries; `prepare` brings entries to torch's type."""
+
     def reduction(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        if isinstance(x, Proxy):
-            return x
         if dim not in (None, 0, -1, (0,), (-1,)) or keepdim:
             raise TraceError("a reduction in a mod works on one axis: leave dim and keepdim out")
-        return reduce(step, elements(x))
+        entries = [x] if isinstance(x, Proxy) else elements(x)
+        return reduce(step, [prepare(entry) for entry in entries])
 
     return reduction
 
 
-named("sum")(_reduce(lambda x, y: x + y))
+def _summed(x: Any) -> Any:
+    """torch sums booleans and small integers as int64."""
+    return x if x.dtype.is_floating_point else x.to(torch.int64)
+
+
+def _truth(x: Any) -> Any:
+    return x.to(torch.bool)
+
+
+named("sum")(_reduce(lambda x, y: x + y, _summed))
+named("prod")(_reduce(lambda x, y: x * y, _summed))
+named("any")(_reduce(lambda x, y: x | y, _truth))
+named("all")(_reduce(lambda x, y: x & y, _truth))
 named("amax")(_reduce(lambda x, y: call("maximum", (x, y), {})))
 named("amin")(_reduce(lambda x, y: call("minimum", (x, y), {})))
 
@@ -100,6 +121,16 @@ def dot(x: Any, y: Any) -> Any:
     if len(left) != len(right):
         raise TraceError(f"a dot product of {len(left)} with {len(right)} entries")
     return call("sum", (elementwise("mul", (x, y), {}),), {})
+
+
+@named("unsqueeze")
+def unsqueeze(x: Any, dim: int) -> Any:
+    """A scalar as a vector of one entry, to be compared with a captured vector."""
+    if not isinstance(x, Proxy):
+        raise TraceError("unsqueeze in a mod works on a scalar: a vector has one axis only")
+    if dim not in (0, -1):
+        raise TraceError(f"unsqueeze of a traced scalar has no axis {dim}: use -1")
+    return Vector([x])
 
 
 @named("take")

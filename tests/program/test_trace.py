@@ -104,7 +104,7 @@ torch.manual_seed(0)
 T1, T2, T3, T4 = torch.randn(7), torch.randn(7, 7), torch.randn(3, 7, 7), torch.randn(2, 3, 5, 7)
 IDS, KEEP = torch.tensor([4, 0, 2, 6, 1, 3, 5]), torch.rand(7, 7) < 0.5
 ONE, SCALAR, FLAG = torch.tensor([0.75]), torch.tensor(1.25), torch.tensor(True)
-VECTORS = torch.randn(7, 4)
+VECTORS, NEAR = torch.randn(7, 4), torch.randint(7, (7, 3), dtype=torch.int8)
 READS = {
     "one axis": lambda s, b, h, q, k: s + T1[q],
     "two axes": lambda s, b, h, q, k: s + T2[q, k],
@@ -138,6 +138,13 @@ READS = {
     "a product and sum": lambda s, b, h, q, k: s + (VECTORS[q] * VECTORS[k]).sum(-1),
     "a matmul operator": lambda s, b, h, q, k: s + VECTORS[q] @ VECTORS[k],
     "a mean": lambda s, b, h, q, k: s + VECTORS[q].mean() - VECTORS[k].amax() + VECTORS[q].amin(),
+    "a product": lambda s, b, h, q, k: s + VECTORS[q].prod(-1),
+    "any of a vector": lambda b, h, q, k: (NEAR[q] == k.unsqueeze(-1)).any(dim=-1),
+    "all of a vector": lambda b, h, q, k: torch.all(NEAR[q] != k[None]),
+    "any of floats": lambda b, h, q, k: (VECTORS[q] * (k > 2)).any() | ((q - k) * 2).any(),
+    "a count": lambda b, h, q, k: (NEAR[q] >= k[..., None]).sum(-1) >= 2,
+    "a sum of small integers": lambda s, b, h, q, k: s + NEAR[q].sum() // (1 + k),
+    "a product of flags": lambda s, b, h, q, k: s * (NEAR[q] > k).prod(),
     "one entry": lambda s, b, h, q, k: s + ONE,
     "one entry, indexed": lambda s, b, h, q, k: s + ONE[0],
     "a scalar tensor": lambda s, b, h, q, k: s * SCALAR,

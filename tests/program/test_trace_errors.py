@@ -177,6 +177,11 @@ MODS = {
     "a missing argument": (lambda s, b, h, q, k: torch.clamp(), "torch.clamp()", ""),
     "an unknown keyword": (lambda s, b, h, q, k: torch.tanh(s, fast=True), "fast=True", ""),
     "a wrong dot": (lambda s, b, h, q, k: TABLE[q] @ TABLE[0, :3], "TABLE[q] @", "entries"),
+    "vectors of two lengths": (
+        lambda s, b, h, q, k: s + (TABLE[q] * TABLE[0, :3]).sum(), "TABLE[q] *", "3 and 8 entries",
+    ),
+    "a matrix": (lambda s, b, h, q, k: s + TABLE[q].unsqueeze(0).sum(), "TABLE[q]", "one axis"),
+    "another axis": (lambda s, b, h, q, k: s + q.unsqueeze(1), "q.unsqueeze(1)", "use -1"),
     "an attribute": (lambda s, b, h, q, k: s.shapes, "s.shapes", ""),
     "a data pointer": (lambda s, b, h, q, k: s.data_ptr(), "s.data_ptr", ""),
     "a wrong size": (lambda s, b, h, q, k: s.new_zeros(3), "s.new_zeros(3)", "shape"),
