@@ -70,6 +70,7 @@ class BlockMask:
 
     from_kv_blocks = staticmethod(lists.from_kv_blocks)
     from_dense_blocks = staticmethod(lists.from_dense_blocks)
+    from_dense = staticmethod(lists.from_dense)
     from_topk = staticmethod(lists.from_topk)
     from_documents = staticmethod(constructors.from_documents)
     from_window = staticmethod(constructors.from_window)
@@ -113,6 +114,7 @@ class BlockMask:
         return self.shape[2:]
 
     BLOCK_SIZE = property(lambda self: self.block_size)
+    ndim = 4  # len(shape), as of the mask that it stands for
 
     def tiles(self) -> Tensor:
         """Kinds of blocks, int8 [B, H, query blocks, key blocks]: 0 empty, 1 partial, 2 full."""

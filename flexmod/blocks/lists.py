@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexmod.blocks.overlay import shared
 from flexmod.blocks.runs import FULL, PARTIAL, Runs
@@ -110,6 +111,45 @@ def from_dense_blocks(
     if blocks.dtype != torch.bool and bool(((tiles < 0) | (tiles > FULL)).any()):
         raise BlockMaskError("blocks must hold 0 (empty), 1 (partial) or 2 (full)")
     return _from_kinds(tiles.to(torch.int8), BLOCK_SIZE, mask_mod, seq_lengths)
+
+
+def from_dense(visible: Tensor, BLOCK_SIZE: BlockSize = 128) -> BlockMask:
+    """A BlockMask from a mask that is written out, token by token.
+
+    It keeps the tensor, which is read in partial blocks. A function of the indices needs no
+    tensor, and `create_block_mask` looks at few of its elements.
+
+    Args:
+        visible: bool [B or 1, H or 1, Q_LEN, KV_LEN].
+
+    Example:
+        >>> import torch, flexmod
+        >>> visible = torch.ones(1, 1, 300, 256, dtype=torch.bool).tril()
+        >>> flexmod.BlockMask.from_dense(visible).tiles()[0, 0].tolist()
+        [[1, 0], [2, 1], [1, 1]]
+    """
+    from flexmod.blocks.block_mask import BlockMask
+    from flexmod.blocks.create import check_block_size
+
+    if not isinstance(visible, Tensor) or visible.dtype != torch.bool or visible.ndim != 4:
+        found = type(visible).__name__
+        if isinstance(visible, Tensor):
+            found = f"{visible.dtype} of shape {list(visible.shape)}"
+        raise BlockMaskError(f"visible must be bool [B, H, Q_LEN, KV_LEN], not {found}")
+    batch, heads, q_len, kv_len = visible.shape
+    block = check_block_size(BLOCK_SIZE)
+    rows, columns = -(-q_len // block[0]), -(-kv_len // block[1])
+    # Padded with False, so that a block that an end cuts short is never FULL.
+    padded = pad(visible, (0, columns * block[1] - kv_len, 0, rows * block[0] - q_len))
+    cells = padded.view(batch, heads, rows, block[0], columns, block[1])
+    tiles = cells.amax((3, 5)).to(torch.int8) + cells.amin((3, 5)).to(torch.int8)
+
+    def written_out(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return visible[b if batch > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
+
+    program = trace(written_out, "mask", device=visible.device)
+    runs = shared(Runs.from_tiles(tiles.flatten(0, 2)), batch * heads)
+    return BlockMask((batch, heads, q_len, kv_len), block, program, runs)
 
 
 def from_topk(

@@ -1,0 +1,1 @@
+"""flexmod inside other libraries; each module imports its library when it is used."""
