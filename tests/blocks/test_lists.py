@@ -204,3 +204,27 @@ def test_pictures():
     assert made.to_string((1, 2)).splitlines()[-1] == "▀▀"
     nothing = flexmod.create_block_mask(masks.nothing_mask, None, None, 64, 64, BLOCK_SIZE=16)
     assert set(nothing.to_string()) <= {" ", "\n"}
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 20, 33), (2, 3, 16, 8), (2, 1, 1, 50), (1, 1, 0, 5), (1, 2, 5, 0)]
+)
+def test_from_dense_holds_the_table(shape):
+    visible = torch.rand(shape) < 0.5
+    visible[..., 8:24] = True
+    visible[..., 32:40] = False
+    made = BlockMask.from_dense(visible, 8)
+    assert made.shape == shape and torch.equal(made.dense(), visible)
+    if visible.numel():
+        check_block_mask(made)
+    with pytest.raises(flexmod.BlockMaskError, match="changed in place"):
+        visible.logical_not_()
+        made.dense() if visible.numel() else made.check_unchanged()
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(2, 2, dtype=torch.bool), torch.ones(1, 1, 2, 2), None]
+)
+def test_from_dense_refuses(wrong):
+    with pytest.raises(flexmod.BlockMaskError, match="visible must be bool"):
+        BlockMask.from_dense(wrong)

@@ -1,0 +1,310 @@
+"""transformers' models give the same with attn_implementation="flexmod" as with "eager"."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexmod
+from flexmod import BlockMask
+from flexmod.integrations import transformers as integration
+from flexmod.testing import assert_matches, naive
+
+transformers = pytest.importorskip(
+    "transformers",
+    "4.57",
+    reason="transformers is not installed: pip install 'flexmod[transformers]'",
+)
+transformers.logging.set_verbosity_error()
+integration.register()
+integration.register("flexmod-fa2", backend="fa2")
+
+MODELS = runpy.run_path(str(Path(__file__).parent / "models.py"))
+FAMILIES, tokens, padded = MODELS["FAMILIES"], MODELS["tokens"], MODELS["padded"]
+LENGTH, TOLERANCE = 21, 1e-5
+GENERATE = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 10}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """`models(family)`: (eager, flexmod), the same weights."""
+    known = {}
+
+    def get(family, name="flexmod"):
+        if (family, name) not in known:
+            torch.manual_seed(0)
+            known[family, name] = MODELS["pair"](family, ("eager", name))
+        return known[family, name]
+
+    return get
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits(family, side, models):
+    ids, mask = tokens(2, LENGTH), padded(side, LENGTH)
+    eager, ours = (m(ids, attention_mask=mask).logits for m in models(family))
+    real = mask.bool()
+    torch.testing.assert_close(ours[real], eager[real], rtol=0, atol=TOLERANCE)
+    assert eager[real].std() > 0.1
+    if side == "left":  # such rows see nothing: 0, not an average of everything
+        assert torch.isfinite(ours[~real]).all()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@torch.no_grad()
+def test_logits_of_the_kernel(family, models):
+    if torch.cuda.is_available():
+        pytest.skip("the models are on the CPU")
+    ids, mask = tokens(2, LENGTH), padded("left", LENGTH)
+    eager, ours = (m(ids, attention_mask=mask).logits for m in models(family, "flexmod-fa2"))
+    real = mask.bool()
+    torch.testing.assert_close(ours[real], eager[real], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generated_tokens(family, side, models):
+    ids, mask = tokens(2, LENGTH), padded(side, LENGTH)
+    eager, ours = (m.generate(ids, attention_mask=mask, **GENERATE) for m in models(family))
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"use_cache": False},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_ways_of_generating(family, how, models):
+    ids, mask = tokens(2, LENGTH), padded("left", LENGTH)
+    eager, ours = (m.generate(ids, attention_mask=mask, **GENERATE, **how) for m in models(family))
+    assert torch.equal(ours, eager)
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    model(**inputs, use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(models, **inputs):
+    eager, ours = (gradients(model.train(), **inputs) for model in models)
+    for model in models:
+        model.eval()
+    for name, expected in eager.items():
+        error = (ours[name] - expected).abs().max()
+        assert error <= TOLERANCE * expected.abs().max(), name
+        assert expected.any() or not ours[name].any(), name
+    return eager
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_training_step(family, side, models):
+    ids, mask = tokens(2, LENGTH), padded(side, LENGTH)
+    # Padding is not predicted, and a row of padding predicts nothing.
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    labels = ids.masked_fill((mask * before) == 0, -100)
+    found = assert_same_gradients(models(family), input_ids=ids, attention_mask=mask, labels=labels)
+    sinks = [grad for name, grad in found.items() if "sinks" in name]
+    assert len(sinks) == (2 if family == "gpt_oss" else 0) and all(s.any() for s in sinks)
+
+
+POSITIONS = torch.tensor([[*range(8), *range(13)], [*range(3), *range(15), *range(LENGTH - 18)]])
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
+def test_packed_sequences(family, models):
+    ids = tokens(2, LENGTH)
+    with torch.no_grad():
+        eager, ours = (
+            m(ids, position_ids=POSITIONS, use_cache=False).logits for m in models(family)
+        )
+        alone = models(family)[1](ids[:1, 8:]).logits
+    torch.testing.assert_close(ours, eager, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(ours[:1, 8:], alone, rtol=0, atol=TOLERANCE)
+    assert_same_gradients(models(family), input_ids=ids, position_ids=POSITIONS, labels=ids)
+
+
+@torch.no_grad()
+def test_packed_sequences_by_maps_of_ones_own(models):
+    """transformers does not look for packed sequences in gpt-oss; maps say where they are."""
+    model = models("gpt_oss")[1]
+    ids = tokens(1, LENGTH)
+    packed = BlockMask.from_documents(lengths=[8, LENGTH - 8], causal=True)
+    window = BlockMask.from_window(MODELS["WINDOW"], LENGTH)
+    maps = {"full_attention": packed, "sliding_attention": packed & window}
+    ours = model(ids, attention_mask=maps, position_ids=POSITIONS[:1], use_cache=False).logits
+    for part in (slice(8), slice(8, None)):
+        alone = model(ids[:, part]).logits
+        torch.testing.assert_close(ours[:, part], alone, rtol=0, atol=TOLERANCE)
+    one = models("llama")[1]
+    ours = one(ids, attention_mask=packed, position_ids=POSITIONS[:1], use_cache=False).logits
+    torch.testing.assert_close(ours[:, 8:], one(ids[:, 8:]).logits, rtol=0, atol=TOLERANCE)
+
+
+def test_activation_checkpointing(models):
+    ours = models("gemma2")[1]
+    ids = tokens(2, LENGTH)
+    expected = gradients(ours.train(), input_ids=ids, labels=ids)
+    ours.gradient_checkpointing_enable()
+    found = gradients(ours, input_ids=ids, labels=ids)
+    ours.gradient_checkpointing_disable()
+    ours.eval()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+@torch.no_grad()
+def test_own_masks_of_four_axes(models):
+    eager, ours = models("llama")
+    ids = tokens(2, LENGTH)
+    visible = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    visible[1, :, 10:, 2:6] = False
+    added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    expected = eager(ids, attention_mask=added).logits
+    for mask in (visible, added):
+        found = ours(ids, attention_mask=mask).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_one_map_a_pass_and_kind_of_layer(models, monkeypatch):
+    made = []
+    build = integration.create_block_mask
+    monkeypatch.setattr(
+        integration, "create_block_mask", lambda *a, **k: made.append(build(*a, **k)) or made[-1]
+    )
+    dense = []
+    monkeypatch.setattr(integration, "create_mask", lambda *a, **k: dense.append(a))
+    models("gemma2")[1](tokens(2, 300), attention_mask=padded("left", 300))
+    assert len(made) == 2 and not dense  # a full and a sliding layer
+    assert all(isinstance(mask, BlockMask) and mask.counts()[0] for mask in made)
+
+
+def test_dropout_is_applied_in_training_only():
+    torch.manual_seed(0)
+    _, model = MODELS["pair"]("llama", ("eager", "flexmod"))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    ids = tokens(1, LENGTH)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+        model.train()
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def encoder(name):
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
+    )  # fmt: skip
+    config._attn_implementation = name
+    model = transformers.BartModel(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    return model
+
+
+@torch.no_grad()
+def test_both_directions_and_cross_attention():
+    ids, mask = tokens(2, LENGTH), padded("right", LENGTH)
+    eager, ours = (
+        encoder(name)(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :9])
+        for name in ("eager", "flexmod")
+    )
+    torch.testing.assert_close(ours[0], eager[0], rtol=0, atol=TOLERANCE)
+
+
+def layer(q_len, kv_len, heads=4, **arguments):
+    module = torch.nn.Module()
+    query, key = torch.randn(2, heads, q_len, 8), torch.randn(2, 2, kv_len, 8)
+    out, weights = integration.attention(module, query, key, key, None, **arguments)
+    assert weights is None and out.is_contiguous()
+    return query, key, out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_decoding_builds_no_kernels_anew(side):
+    keys = torch.randn(2, 1, 24, 8)
+    compiles = []
+    for length in range(18, 24):
+        made = integration.block_mask(
+            batch_size=2,
+            kv_length=length,
+            mask_function=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx,
+            attention_mask=padded(side, length).bool(),
+            q_offset=length - 1,
+        )
+        assert (made is None) == (side is None)
+        query, key = torch.randn(2, 1, 1, 8), keys[:, :, :length]
+        out, _ = integration.attention(
+            torch.nn.Module(), query, key, key, made, softcap=3.0, backend="fa2"
+        )
+        keep = padded(side, length)
+        expected = naive(
+            query, key, key,
+            lambda s, b, h, q, kv: 3 * torch.tanh(s / 3),
+            lambda b, h, q, kv: keep[b, kv] > 0,
+        )[0]  # fmt: skip
+        assert_matches(out.transpose(1, 2), expected)
+        compiles.append(flexmod.cache.stats().compiles)
+    assert compiles[1:] == compiles[:1] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask_mod"),
+    [
+        ({"is_causal": False}, None),
+        ({}, lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 4),
+        ({"sliding_window": 3}, lambda b, h, q, kv: (kv <= q + 4) & (kv > q + 1)),
+    ],
+    ids=["both ways", "causal", "window"],
+)
+def test_without_a_mask_the_queries_are_the_last_keys(arguments, mask_mod):
+    query, key, out = layer(7, 11, **arguments)
+    expected = naive(query, key, key, None, mask_mod)[0]
+    assert_matches(out, expected)
+
+
+def test_a_position_bias_learns():
+    bias = torch.randn(1, 4, 7, 7, requires_grad=True)
+    query, key, out = layer(7, 7, is_causal=False, position_bias=bias, scaling=1.0)
+    expected = naive(query, key, key, lambda s, b, h, q, kv: s + bias[0, h, q, kv], scale=1.0)[0]
+    assert_matches(out, expected)
+    out.square().sum().backward()
+    found, bias.grad = bias.grad, None
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, bias.grad)
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "head_mask"])
+def test_what_is_refused(name):
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported by flexmod"):
+        layer(3, 3, **{name: True})
+
+
+def test_a_mask_of_another_shape():
+    query = torch.randn(1, 2, 5, 8)
+    for shape in ((5, 5), (1, 1, 5, 4)):
+        with pytest.raises(ValueError, match="queries, 5 keys"):
+            integration.attention(torch.nn.Module(), query, query, query, torch.zeros(shape))
+
+
+def test_an_old_version(monkeypatch):
+    import transformers  # which replaces itself as it loads
+
+    monkeypatch.setattr(transformers, "__version__", "4.40.1")
+    with pytest.raises(NotImplementedError, match=r"4\.40\.1 is too old: 4\.57 is needed"):
+        integration.register()
