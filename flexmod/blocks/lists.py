@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexmod import masks
 from flexmod.blocks.overlay import shared
 from flexmod.blocks.runs import FULL, PARTIAL, Runs
 from flexmod.errors import BlockMaskError, DeviceError
@@ -147,7 +148,8 @@ def from_dense(visible: Tensor, BLOCK_SIZE: BlockSize = 128) -> BlockMask:
     def written_out(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return visible[b if batch > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
 
-    program = trace(written_out, "mask", device=visible.device)
+    mask_mod = written_out if visible.numel() else masks.noop_mask  # nothing can be read
+    program = trace(mask_mod, "mask", device=visible.device)
     runs = shared(Runs.from_tiles(tiles.flatten(0, 2)), batch * heads)
     return BlockMask((batch, heads, q_len, kv_len), block, program, runs)
 

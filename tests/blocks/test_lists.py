@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 import flexmod
 from flexmod import ArgumentError, BlockMask, BlockMaskError, masks
 from flexmod.blocks.runs import Runs
+from flexmod.testing import check_block_mask
 
 VIEWS = """kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices q_num_blocks q_indices
 full_q_num_blocks full_q_indices""".split()
@@ -217,9 +218,6 @@ def test_from_dense_holds_the_table(shape):
     assert made.shape == shape and torch.equal(made.dense(), visible)
     if visible.numel():
         check_block_mask(made)
-    with pytest.raises(flexmod.BlockMaskError, match="changed in place"):
-        visible.logical_not_()
-        made.dense() if visible.numel() else made.check_unchanged()
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_decoding_builds_no_kernels_anew(side):
         expected = naive(
             query, key, key,
             lambda s, b, h, q, kv: 3 * torch.tanh(s / 3),
-            lambda b, h, q, kv: keep[b, kv] > 0,
+            lambda b, h, q, kv, keep=keep: keep[b, kv] > 0,
         )[0]  # fmt: skip
         assert_matches(out.transpose(1, 2), expected)
         compiles.append(flexmod.cache.stats().compiles)
