@@ -37,6 +37,7 @@ RANKS = {
     "attention": 6,
     "explain": 7,
     "testing": 7,
+    "integrations": 7,
     "demo_text": 7,
     "demo": 8,
     "bench": 8,
