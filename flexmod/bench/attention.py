@@ -1,7 +1,8 @@
-"""The suites `forward` and `backward`: TFLOP/s on visible elements, and errors."""
+"""The suites of attention, forward and backward: TFLOP/s on visible elements, and errors."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,20 +11,22 @@ from typing import Any
 
 import torch
 
-from flexmod.bench import rows as rows_table
 from flexmod.bench.case import Call, Case, make_case, runner
 from flexmod.bench.errors import reference
 from flexmod.bench.peers import Candidate, flex
-from flexmod.bench.rows import Row
+from flexmod.bench.rows import Row, select
 from flexmod.bench.setting import Setting
 from flexmod.bench.timing import interleaved, wait
 from flexmod.blocks import create_block_mask
 from flexmod.errors import ArgumentError
 
+_FOLDERS = re.compile(r"""(?<=[\s'"(])(?:/[\w.+-]+)+/""")  # results are for any machine
+Table = Callable[[int], list[Row]]  # tokens -> rows
 
-def jobs(setting: Setting) -> list[tuple[Row, int]]:
+
+def jobs(table: Table, setting: Setting) -> list[tuple[Row, int]]:
     """Rows and head dimensions of a run, one head dimension after the other."""
-    chosen = rows_table.select(rows_table.rows(setting.tokens), setting.rows)
+    chosen = select(table(setting.tokens), setting.rows)
     found = [
         (row, dim)
         for dim in setting.head_dims
@@ -35,9 +38,9 @@ def jobs(setting: Setting) -> list[tuple[Row, int]]:
     return found
 
 
-def measure(direction: str, setting: Setting) -> Iterator[dict[str, Any]]:
+def measure(direction: str, table: Table, setting: Setting) -> Iterator[dict[str, Any]]:
     """One record a row, as it is measured."""
-    found = jobs(setting)
+    found = jobs(table, setting)
     for done, (row, head_dim) in enumerate(found):
         if setting.budget.is_spent:
             setting.left += [f"{row.name} D{dim}" for row, dim in found[done:]]
@@ -128,4 +131,5 @@ def reason(error: Exception) -> str:
     """An exception in one line: the last that names an error, or the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = [line for line in lines if "Error: " in line]
-    return (telling[-1] if telling else f"{type(error).__name__}: {lines[0]}")[:200]
+    line = telling[-1] if telling else f"{type(error).__name__}: {lines[0]}"
+    return _FOLDERS.sub("", line)[:200]

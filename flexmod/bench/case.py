@@ -41,8 +41,8 @@ def make_case(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Case:
-    """`tokens` is batch x seqlen, `width` heads x head_dim."""
-    batch, heads = max(tokens // row.seqlen, 1), max(width // head_dim, 1)
+    """`tokens` is batch x seqlen where the row has no batch, `width` heads x head_dim."""
+    batch, heads = row.batch or max(tokens // row.seqlen, 1), max(width // head_dim, 1)
     torch.manual_seed(0)
     shape = (batch, heads, row.seqlen, head_dim)
     query, key, value, d_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if options.tune:
         return _tune(options, setting, [suite.name for suite in chosen])
     if options.workers:
-        workers.build(options, setting)
+        workers.build(options, setting, chosen)
     finished = [(suite, *_measure(suite, setting, folder)) for suite in chosen]
     setting.progress.show("")
     for suite, records, _ in finished:

@@ -32,6 +32,7 @@ class Row:
     score: str = "none"  # a key of SCORES
     learns: bool = False
     head_dims: tuple[int, ...] | None = None  # None: any
+    batch: int | None = None  # None: as many as there are tokens for
 
 
 def rows(tokens: int = TOKENS) -> list[Row]:
@@ -54,6 +55,17 @@ def rows(tokens: int = TOKENS) -> list[Row]:
         Row("learned relative bias", table, score="relative", learns=True),
         Row("learned head scale", table, score="scale", learns=True),
         *(Row(f"causal {part(n)}", part(n), head_dims=(128,)) for n in (512, 1024, 2048)),
+    ]
+
+
+def small_rows(tokens: int = TOKENS) -> list[Row]:
+    """Short sequences in small batches, where the time before a launch shows."""
+    lengths = [max(n * tokens // TOKENS, 16) for n in (512, 1024, 2048, 4096)]
+    return [
+        Row(f"{score if score != 'none' else 'causal'} {n} x {batch}", n, score=score, batch=batch)
+        for score in ("none", "alibi")
+        for n in lengths
+        for batch in (1, 8)
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flexmod.bench import attention, latency, masks
+from flexmod.bench import attention, latency, masks, rows
 from flexmod.bench.setting import Setting
 
 Record = dict[str, Any]
@@ -22,13 +22,21 @@ class Suite:
     figure: str
     unit: str
     more_is_better: bool = False
+    table: attention.Table | None = None  # its rows, if it is one of attention
+
+
+def _attention(name: str, direction: str, table: attention.Table) -> Suite:
+    measure = partial(attention.measure, direction, table)
+    return Suite(name, measure, "tflops", "TFLOP/s", True, table)
 
 
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("forward", partial(attention.measure, "forward"), "tflops", "TFLOP/s", True),
-        Suite("backward", partial(attention.measure, "backward"), "tflops", "TFLOP/s", True),
+        _attention("forward", "forward", rows.rows),
+        _attention("backward", "backward", rows.rows),
+        _attention("small-forward", "forward", rows.small_rows),
+        _attention("small-backward", "backward", rows.small_rows),
         Suite("masks", masks.measure, "ms", "ms"),
         Suite("latency", latency.measure, "us", "us"),
     )

@@ -16,6 +16,7 @@ from typing import Any
 from flexmod.attention import flex_attention, make_problem
 from flexmod.bench.attention import jobs, reason
 from flexmod.bench.case import Call, Case, make_case, runner
+from flexmod.bench.rows import rows
 from flexmod.bench.setting import Setting, environment
 from flexmod.bench.timing import interleaved
 from flexmod.blocks import create_block_mask
@@ -51,7 +52,7 @@ def run(setting: Setting, directions: list[str], folder: Path) -> list[Path]:
 def measure(setting: Setting, directions: list[str], target: Target) -> Iterator[tuned.Row]:
     """The best tiles of each class, as they are found."""
     known = set()
-    for direction, (row, head_dim) in product(directions, jobs(setting)):
+    for direction, (row, head_dim) in product(directions, jobs(rows, setting)):
         if setting.budget.is_spent:
             setting.left.append(f"{direction} {row.name} D{head_dim}")
             continue

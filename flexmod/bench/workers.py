@@ -9,20 +9,25 @@ import time
 
 from flexmod.bench.attention import jobs
 from flexmod.bench.setting import Setting
+from flexmod.bench.suites import Suite
 
 
-def build(options: argparse.Namespace, setting: Setting) -> None:
-    """Share the rows among `options.workers` processes, and wait for them."""
-    names = list(dict.fromkeys(row.name for row, _ in jobs(setting)))
-    shares = [share for n in range(options.workers) if (share := names[n :: options.workers])]
-    running = [
-        subprocess.Popen(
-            _command(options, setting, share),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for share in shares
-    ]
+def build(options: argparse.Namespace, setting: Setting, suites: list[Suite]) -> None:
+    """Share the rows of each suite among `options.workers` processes, and wait for them."""
+    for suite in suites:
+        if suite.table is not None:
+            names = list(dict.fromkeys(row.name for row, _ in jobs(suite.table, setting)))
+            shares = [names[n :: options.workers] for n in range(options.workers)]
+            lines = [_command(options, setting, suite.name, share) for share in shares if share]
+            _wait_for([_start(line) for line in lines], setting)
+
+
+def _start(line: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _wait_for(running: list[subprocess.Popen[bytes]], setting: Setting) -> None:
+    """Until all have ended or there is no time left."""
     try:
         while any(process.poll() is None for process in running) and not setting.budget.is_spent:
             ready = sum(process.poll() is not None for process in running)
@@ -34,10 +39,12 @@ def build(options: argparse.Namespace, setting: Setting) -> None:
             process.wait()
 
 
-def _command(options: argparse.Namespace, setting: Setting, rows: list[str]) -> list[str]:
+def _command(
+    options: argparse.Namespace, setting: Setting, suite: str, rows: list[str]
+) -> list[str]:
     """Some rows, with every candidate called once."""
     given = {
-        "--suite": options.suite, "--rows": ",".join(rows), "--head-dim": options.head_dim,
+        "--suite": suite, "--rows": ",".join(rows), "--head-dim": options.head_dim,
         "--rounds": 0, "--tokens": setting.tokens, "--width": setting.width,
         "--device": setting.device, "--peers": options.peers, "--engine": options.engine,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -16,8 +17,9 @@ from flexmod.bench import attention, command, files, masks, peers, report, timin
 from flexmod.bench.attention import operations
 from flexmod.bench.case import BHSD, BSHD, PACKED, make_case
 from flexmod.bench.errors import relative
-from flexmod.bench.rows import MASKS, SCORES, document_lengths, rows, select
+from flexmod.bench.rows import MASKS, SCORES, document_lengths, rows, select, small_rows
 from flexmod.bench.suites import SUITES, comparison
+from flexmod.errors import ArgumentError
 from flexmod.kernels.choose import BACKENDS
 from flexmod.progress import Progress
 from flexmod.testing import naive, visible
@@ -28,6 +30,12 @@ TINY = ["--device=cpu", "--tokens=128", "--width=64", "--rounds=2", "--head-dim=
 
 def bench(*arguments):
     return main(["bench", *TINY, *arguments])
+
+
+def parse(*given):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(given)
 
 
 def small_case(row, direction="forward"):
@@ -161,7 +169,10 @@ def test_no_rounds_only_build(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite=speed"], "'speed' is none of forward, backward, masks, latency"),
+        (
+            ["--suite=speed"],
+            "'speed' is none of forward, backward, small-forward, small-backward, masks",
+        ),
         (["--engine=warp"], f"'warp' is none of {', '.join(BACKENDS)}"),
         (["--head-dim=64,x"], "'x' is not a number"),
         (["--rows=causal 16"], "--rows causal 16 are not measured with this --head-dim"),
@@ -185,11 +196,7 @@ def test_without_matplotlib_the_command_to_draw_is_shown(monkeypatch, tmp_path, 
 
 
 def test_only_whole_suites_are_kept_in_the_checkout():
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    folder = lambda *given: command._folder(parser.parse_args(given))
+    folder = lambda *given: command._folder(parse(*given))
     assert folder() == files.results_folder()
     parts = ("--rows=a", "--quick", "--peers=x", "--engine=cpu", "--tokens=9", "--rounds=0",
              "--head-dim=64")  # fmt: skip
@@ -198,13 +205,14 @@ def test_only_whole_suites_are_kept_in_the_checkout():
 
 def test_every_row_runs_as_flexmod_and_by_its_definition():
     """The mods are usable by the oracle, so that every row's error can be worked out."""
-    for row in rows(128):
+    for row in (*rows(128), *small_rows(128)):
         case = small_case(row)
         shown = naive(*case.tensors, case.score_mod, case.mask_mod, rows=torch.tensor([3]))[0]
         own = peers.candidates([], "none")[0].make(case).attend()
         assert relative(own[:, :, [3]], shown) < 2e-6, row.name
         assert row.mask in MASKS and row.score in SCORES
         assert row.learns == bool(case.learned)
+        assert case.query.shape[0] == (row.batch or 128 // row.seqlen)
 
 
 def test_operations_count_visible_pairs():
@@ -263,14 +271,31 @@ def test_slow_candidates_get_fewer_rounds_and_all_are_in_each(monkeypatch):
     assert all({a, b} == {"slow", "fast"} for a, b in list(pairwise(rounds))[::2])
 
 
-def test_workers_share_all_rows():
-    options = command.argparse.ArgumentParser()
-    command.add_arguments(options)
-    given = options.parse_args([*TINY, "--workers=2", "--rows=dense,alibi,softcap"])
+def test_workers_share_all_rows(monkeypatch):
+    given = parse(*TINY, "--workers=2")
     setting = command.make_setting(given)
-    line = workers._command(given, setting, ["dense", "softcap"])
+    line = workers._command(given, setting, "backward", ["dense", "softcap"])
     assert "--rows=dense,softcap" in line and "--rounds=0" in line and "--tokens=128" in line
-    workers.build(given, replace(setting, budget=timing.Budget(0)))  # out of time: ends at once
+    started, waited = [], []
+    monkeypatch.setattr(workers, "_start", started.append)
+    monkeypatch.setattr(workers, "_wait_for", lambda running, setting: waited.append(running))
+    given.rows = setting.rows = "dense,alibi,softcap,512 x 1"
+    with pytest.raises(ArgumentError, match="no row is called '512 x 1'"):
+        workers.build(given, setting, [SUITES["forward"]])
+    given.rows = setting.rows = ""
+    workers.build(given, setting, [SUITES["small-backward"], SUITES["masks"]])
+    assert len(waited) == 1 and len(started) == 2
+    shared = [part for line in started for part in line if part.startswith("--rows=")]
+    shared = ",".join(part.removeprefix("--rows=") for part in shared).split(",")
+    assert sorted(shared) == sorted({row.name for row in small_rows(128)})
+    assert all("--suite=small-backward" in line for line in started)
+
+
+def test_workers_end_when_there_is_no_time_left():
+    setting = command.make_setting(parse(*TINY, "--seconds=0"))
+    endless = workers._start([sys.executable, "-c", "while True: pass"])
+    workers._wait_for([endless], setting)
+    assert endless.returncode not in (None, 0)
 
 
 def test_masks_suite_measures_one_map():
@@ -330,3 +355,11 @@ def test_tiles_tried_begin_with_the_planned_ones_and_fit():
     assert tried[0] == tuning.plan(problem, target, "forward")
     assert len(set(tried)) == len(tried) > 10
     assert all(tune._fits(tiles, problem, "forward", target) for tiles in tried)
+
+
+def test_reasons_are_one_line_without_folders():
+    first = RuntimeError("no such shape\nmore")
+    assert attention.reason(first) == "RuntimeError: no such shape"
+    named = ValueError("a\nTypeError: in '/opt/some/lib/module.py' 3/4 of it\nb")
+    assert attention.reason(named) == "TypeError: in 'module.py' 3/4 of it"
+    assert attention.reason(ValueError()) == "ValueError: "
