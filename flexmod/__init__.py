@@ -15,6 +15,8 @@ from flexmod.errors import (
 )
 from flexmod.explain import explain
 from flexmod.masks import and_masks, compose, noop_mask, not_mask, or_masks, shift
+from flexmod.options import FlexKernelOptions
+from flexmod.patch import patch_torch
 from flexmod.program import Program, trace
 
 __version__ = "0.1.0"
@@ -27,6 +29,7 @@ __all__ = [
     "BlockMask",
     "BlockMaskError",
     "DeviceError",
+    "FlexKernelOptions",
     "FlexmodError",
     "IndexRangeError",
     "Program",
@@ -44,6 +47,7 @@ __all__ = [
     "noop_mask",
     "not_mask",
     "or_masks",
+    "patch_torch",
     "shift",
     "trace",
 ]

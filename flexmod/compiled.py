@@ -116,7 +116,7 @@ def _described(block_mask: Any) -> tuple[dict[str, Any], tuple[Any, ...], Callab
         program, runs = block_mask.program, block_mask.runs
         described = {"kind": "map", "text": block_mask.text, "name": program.name}
         tensors = (runs.spans, runs.table, program.captures)
-        place = (program.numbers, block_mask.shape, block_mask.block_size)
+        place = (program.numbers, block_mask.versions, block_mask.shape, block_mask.block_size)
         return described, (*tensors, *place), _anything
     return {"kind": "mod"}, (), block_mask
 
@@ -129,9 +129,12 @@ def _restored(described: dict[str, Any], parts: list[Any], mask_mod: Callable[..
             return mask_mod
         case "pending":
             return PendingBlockMask(create_block_mask, mask_mod, *parts)
-    spans, table, captures, numbers, shape, block_size = parts
+    spans, table, captures, numbers, versions, shape, block_size = parts
     program = text.restored(described["text"], described["name"], numbers, captures)
-    return BlockMask(tuple(shape), tuple(block_size), program, Runs(spans, table))
+    mask = BlockMask(tuple(shape), tuple(block_size), program, Runs(spans, table))
+    for name in ("versions", "_made_from"):  # those of the map itself, not of a graph's tensors
+        object.__setattr__(mask, name, tuple(versions))
+    return mask
 
 
 def _same(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

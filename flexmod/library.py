@@ -8,6 +8,7 @@ it needs, and graphs with equal text do the same.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from flexmod import autograd
 from flexmod.blocks import BlockMask
+from flexmod.blocks.freshness import STALE, is_fresh
 from flexmod.blocks.runs import Runs
+from flexmod.errors import BlockMaskError
 from flexmod.kernels import choose
 from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
 from flexmod.program import Program, text
@@ -25,8 +28,11 @@ from flexmod.program.transforms import as_tensor, has_tangent, is_recorded, is_w
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor[] captures, "
-    "Tensor[] mask_captures, Tensor[] runs, Tensor? scale, Tensor? seed, str spec"
+    "Tensor[] mask_captures, Tensor[] runs, SymInt[] versions, Tensor? scale, Tensor? seed, "
+    "str spec"
 )
+_KNOWN_SIZE = 64
+_known: OrderedDict[tuple[int, int], tuple[tuple[int, int], Runs]] = OrderedDict()
 _library = torch.library.Library("flexmod", "DEF")
 _library.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 _library.define(
@@ -45,6 +51,7 @@ class Call(NamedTuple):
     captures: list[Tensor]  # of the score program
     mask_captures: list[Tensor]
     runs: list[Tensor]  # spans and table of a map; none: the mask is decided when it runs
+    versions: Sequence[int]  # of mask_captures, where the runs were made from them
     scale: Tensor | None  # where it is not in the spec
     seed: Tensor | None  # int64 [], of dropout
     spec: str  # JSON: programs and settings
@@ -82,7 +89,12 @@ def attend(
 
     `settings` are plain values: kernel_options, dropout_p, deterministic, backend.
     """
-    runs = [mask.runs.spans, mask.runs.table] if isinstance(mask, BlockMask) else []
+    runs: list[Tensor] = []
+    versions: Sequence[int] = ()
+    if isinstance(mask, BlockMask):
+        runs = [mask.runs.spans, mask.runs.table]
+        if not torch.compiler.is_exporting():  # an exported model has copies of its own
+            versions = mask.versions
     masked = mask.program if isinstance(mask, BlockMask) else mask
     captures, mask_captures = (list(p.captures) if p else [] for p in (score, masked))
     is_dynamic = isinstance(scale, torch.SymFloat)
@@ -94,7 +106,8 @@ def attend(
         **settings,
     }
     dynamic = as_tensor(scale, torch.float64) if is_dynamic else None
-    call = Call(*inputs, sink, captures, mask_captures, runs, dynamic, seed, json.dumps(spec))
+    tensors = (*inputs, sink, captures, mask_captures, runs)
+    call = Call(*tensors, versions, dynamic, seed, json.dumps(spec))
     return Result(*torch.ops.flexmod.attention(*call))
 
 
@@ -195,7 +208,22 @@ def _mask(call: Call, program: Program, block_size: tuple[int, int]) -> BlockMas
     shape = (batch, heads, q_len, call.key.shape[2])
     if not call.runs:
         return BlockMask.from_program(program, shape, block_size, call.query.device)
-    return BlockMask(shape, block_size, program, Runs(*call.runs))
+    if call.versions and not is_fresh(tuple(call.versions), call.mask_captures):
+        raise BlockMaskError(STALE.format(program.name))
+    return BlockMask(shape, block_size, program, _runs(*call.runs))
+
+
+def _runs(spans: Tensor, table: Tensor) -> Runs:
+    """The runs of a map, with what was worked out of them in earlier runs of a graph."""
+    if spans.is_inference() or table.is_inference():  # no counter tells of changes
+        return Runs(spans, table)
+    key, versions = (id(spans), id(table)), (spans._version, table._version)
+    kept = _known.get(key)  # it holds the tensors, so that no other can have their ids
+    if kept is None or kept[0] != versions:
+        kept = _known[key] = versions, Runs(spans, table)
+        if len(_known) > _KNOWN_SIZE:
+            _known.popitem(last=False)
+    return kept[1]
 
 
 def _empty_output(inputs: Inputs) -> Tensor:
@@ -233,8 +261,8 @@ def _fake_backward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call, (out, lse, top) = Call(*inputs), output
     leaves, ctx.structure = torch.utils._pytree.tree_flatten(tuple(call[:-1]))
-    ctx.tensors = [isinstance(x, Tensor) for x in leaves]
-    ctx.spec = call.spec
+    ctx.plain = [None if isinstance(x, Tensor) else x for x in leaves]
+    ctx.tensors, ctx.spec = [isinstance(x, Tensor) for x in leaves], call.spec
     ctx.save_for_backward(*(x for x in leaves if isinstance(x, Tensor)), out, lse)
     ctx.mark_non_differentiable(top)
     ctx.set_materialize_grads(False)
@@ -243,7 +271,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     queue = iter(tensors)
-    leaves = [next(queue) if is_tensor else None for is_tensor in ctx.tensors]
+    pairs = zip(ctx.tensors, ctx.plain, strict=True)
+    leaves = [next(queue) if is_tensor else x for is_tensor, x in pairs]
     call = Call._make((*torch.utils._pytree.tree_unflatten(leaves, ctx.structure), ctx.spec))
     wanted = Call(*ctx.needs_input_grad)
     needed = [*wanted[:3], *([] if call.sink is None else [wanted.sink]), *wanted.captures]
@@ -253,7 +282,8 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> t
     queue = iter(found)
     grads = [next(queue, None) if need else None for need in needed]
     d_sink = None if call.sink is None else grads.pop(3)
-    unseen = [[None] * len(call.mask_captures), [None] * len(call.runs), None, None, None]
+    unseen: list[Any] = [[None] * len(x) for x in (call.mask_captures, call.runs)]
+    unseen += [None if call.versions else [], None, None, None]
     return (*grads[:3], d_sink, grads[3:], *unseen)
 
 

@@ -20,6 +20,7 @@ LONGEST_FILE = 300  # lines
 # A part may import parts of lower rank, and itself. Parts of one rank don't import each other.
 RANKS = {
     "errors": 0,
+    "options": 0,
     "counters": 0,
     "progress": 0,
     "program": 1,
@@ -36,6 +37,7 @@ RANKS = {
     "library": 5,
     "attention": 6,
     "explain": 7,
+    "patch": 7,
     "testing": 7,
     "integrations": 7,
     "demo_text": 7,

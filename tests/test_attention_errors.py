@@ -18,7 +18,8 @@ from flexmod import (
     create_block_mask,
     masks,
 )
-from flexmod.checks import OTHER_OPTIONS, TILE_OPTIONS, TORCH_BACKENDS
+from flexmod.checks import OTHER_OPTIONS, TILE_OPTIONS
+from flexmod.options import TORCH_BACKENDS
 
 MASK = create_block_mask(masks.causal(), None, None, 16, 16)
 TABLE, LEARNED = torch.zeros(16), torch.zeros(16, requires_grad=True)

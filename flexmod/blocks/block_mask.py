@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.blocks import algebra, constructors, cut, lists, saved, views
+from flexmod.blocks import algebra, assign, constructors, cut, lists, saved, views
 from flexmod.blocks.classify import classify
 from flexmod.blocks.elements import count_visible
-from flexmod.blocks.freshness import Snapshot, is_fresh, snapshot
+from flexmod.blocks.freshness import STALE, Snapshot, is_fresh, snapshot, versions
 from flexmod.blocks.grid import Grid
 from flexmod.blocks.overlay import shared, transpose
 from flexmod.blocks.runs import EMPTY, Runs
@@ -49,13 +49,15 @@ class BlockMask:
     program: Program
     runs: Runs
     offset: tuple[int, int] = (0, 0)
-    text: str = field(init=False)  # of the program, for graphs
+    text: str = field(init=False)  # the program's structure, and the versions of what it
+    versions: tuple[int, ...] = field(init=False)  # captures: what a graph holds of a map
     _made_from: Snapshot = field(init=False)
     _regridded: dict[tuple[int, int], BlockMask] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", structure(self.program))
         object.__setattr__(self, "_made_from", snapshot(self.program))
+        object.__setattr__(self, "versions", versions(self._made_from))
 
     @staticmethod
     def from_program(
@@ -98,8 +100,11 @@ class BlockMask:
     @cached_property
     def transposed(self) -> Runs:
         """Runs of query blocks for each block of keys: the order of a backward pass."""
-        grid = self.grid
-        return shared(transpose(self.runs, grid.planes, grid.columns), grid.planes)
+        grid, kept = self.grid, self.runs.turned
+        size = (grid.planes, grid.columns)
+        if size not in kept:
+            kept[size] = shared(transpose(self.runs, *size), grid.planes)
+        return kept[size]
 
     @property
     def device(self) -> torch.device:
@@ -189,23 +194,28 @@ class BlockMask:
 
     def check_unchanged(self) -> None:
         """Raise if a captured tensor was changed in place since the map was made."""
-        if not is_fresh(self._made_from, self.program):
-            raise BlockMaskError(
-                f"a tensor captured by {self.program.name} was changed in place after its block "
-                "mask was made: make the block mask again"
-            )
+        if not is_fresh(self._made_from, self.program.captures):
+            raise BlockMaskError(STALE.format(self.program.name))
 
     def __getattr__(self, name: str) -> Any:
         if name in lists.VIEWS:
             return lists.view(self.tiles(), name)
         raise AttributeError(f"BlockMask has no attribute {name!r}")
 
-    def as_tuple(self) -> tuple[Any, ...]:
-        """(Q_LEN, KV_LEN, the eight index lists, BLOCK_SIZE, mask_mod), as torch orders them."""
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """(Q_LEN, KV_LEN, the eight index lists, Q_BLOCK, KV_BLOCK, mask_mod): torch's order.
+
+        flatten=False keeps the two lengths, and the two block sizes, as pairs.
+        """
         index_lists = [getattr(self, name) for name in lists.VIEWS]
-        return (*self.seq_lengths, *index_lists, self.block_size, self.mask_mod)
+        pairs = (self.seq_lengths, self.block_size)
+        lengths, block = pairs if flatten else ((pairs[0],), (pairs[1],))
+        return (*lengths, *index_lists, *block, self.mask_mod)
 
     def __str__(self) -> str:
         return views.describe(self)
 
     __repr__ = __str__
+
+
+BlockMask.__setattr__ = assign.assign  # type: ignore[method-assign, assignment]

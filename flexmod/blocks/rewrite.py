@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flexmod.program import Program
-from flexmod.program.ir import INDICES, Instruction, interpret
-from flexmod.program.proxy import Proxy
+from flexmod.program.inline import inline
+from flexmod.program.ir import INDICES
 from flexmod.program.record import Recorder
 
 Indices = Mapping[str, Any]  # traced values by name
@@ -29,7 +29,7 @@ def joined(
     """
     recorder = Recorder(device)
     indices = {name: recorder.emit("input", (), torch.int64, name) for name in INDICES}
-    result = make(indices, lambda program, at: _inline(recorder, program, at))
+    result = make(indices, lambda program, at: inline(recorder, program, at))
     return recorder.program("mask", name, result)
 
 
@@ -54,22 +54,3 @@ def constant(value: int) -> Change:
 def within(length: int, start: int = 0) -> Change:
     """An index counted from `start`, and kept inside [0, length)."""
     return lambda index: torch.clamp(index - start, 0, length - 1)
-
-
-def _inline(recorder: Recorder, program: Program, indices: Indices) -> Proxy:
-    """Record a mask again, its inputs replaced."""
-
-    def leaf(position: int, line: Instruction, args: tuple[Proxy, ...]) -> Proxy:
-        if line.op == "input":
-            return indices[line.attr]
-        if line.op == "number":
-            return recorder.number(program.numbers[line.attr], line.dtype)
-        value = recorder.load(program.captures[line.attr.slot], list(args))
-        if position in program.sites:  # the user's own line
-            recorder.sites[value.position] = program.sites[position]  # type: ignore[assignment]
-        return value
-
-    def apply(line: Instruction, args: tuple[Proxy, ...]) -> Proxy:
-        return recorder.emit(line.op, tuple(a.position for a in args), line.dtype, line.attr)
-
-    return interpret(program, leaf, apply)[program.outputs[0]]

@@ -100,6 +100,11 @@ class Runs:
         return len(self.spans)
 
     @cached_property
+    def turned(self) -> dict[tuple[int, int], Runs]:
+        """The same blocks by columns, for (planes, columns): filled by `BlockMask.transposed`."""
+        return {}
+
+    @cached_property
     def host(self) -> list[list[tuple[int, int, bool]]]:
         """Per row (start, stop, is_full), on the host: what the CPU engine walks."""
         entries = [(a, b, k == FULL) for a, b, k in self.table.tolist()]

@@ -93,11 +93,13 @@ def update_(mask: BlockMask, other: BlockMask) -> BlockMask:
         old.spans.copy_(new.spans)
         old.table[: len(new.table)].copy_(new.table)
         old.__dict__.pop("host", None)
+        old.turned.clear()
     for mine_tensor, their_tensor in zip(mine.captures, theirs.captures, strict=True):
         if mine_tensor.data_ptr() != their_tensor.data_ptr():
             mine_tensor.copy_(their_tensor)
     mask._regridded.clear()
-    object.__setattr__(mask, "_made_from", replace(mask)._made_from)
+    for name in ("_made_from", "versions"):
+        object.__setattr__(mask, name, getattr(replace(mask), name))
     return mask
 
 

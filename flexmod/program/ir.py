@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -75,6 +76,16 @@ class Program:
     @property
     def dtype(self) -> torch.dtype:
         return self.instructions[self.outputs[0]].dtype
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The mod, on tensors or inside of another mod: `block_mask.mask_mod(b, h, q, kv)`."""
+        from flexmod.program.inline import call
+
+        return call(self, *arguments)
+
+    @property
+    def __signature__(self) -> Signature:
+        return Signature([Parameter(n, Parameter.POSITIONAL_ONLY) for n in ARGUMENTS[self.kind]])
 
     def __str__(self) -> str:
         arguments = [name for name in ARGUMENTS[self.kind] if name in self.reads]

@@ -6,9 +6,11 @@ import functools
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 
 import flexmod
 from flexmod import ArgumentError, BlockMaskError, TraceError, masks, mods
+from flexmod.testing import assert_matches, naive
 
 HEADS, LENGTH, DIM = 2, 24, 8
 IDS = torch.arange(LENGTH) // 10
@@ -177,6 +179,38 @@ def test_a_number_or_tensor_that_changes_in_place_is_not_stale(qkv):
         held["factor"] = factor
         table.copy_(torch.randn(LENGTH))
         torch.testing.assert_close(compiled(*qkv), call(*qkv))
+
+
+def test_a_map_of_ids_that_changed_is_refused_when_the_graph_runs(qkv):
+    ids = IDS.clone()
+    made = flexmod.create_block_mask(masks.document(ids), None, None, LENGTH, LENGTH)
+    call = lambda q, k, v, m: flexmod.flex_attention(q, k, v, None, m)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv, made), call(*qkv, made))
+    ids[5] = 7
+    with pytest.raises(BlockMaskError, match="changed in place"):
+        compiled(*qkv, made)
+    made = flexmod.create_block_mask(masks.document(ids), None, None, LENGTH, LENGTH)
+    torch.testing.assert_close(compiled(*qkv, made), call(*qkv, made))
+
+
+@pytest.mark.parametrize("mask_mod", [None, masks.causal()])
+def test_torchs_own_map(agrees, qkv, mask_mod):
+    """Its lists are obeyed, and its mask inside of them."""
+    counts = torch.tensor([[[1, 0, 2]]], dtype=torch.int32)
+    columns = torch.tensor([[[[2, 0, 0], [0, 1, 2], [1, 0, 2]]]], dtype=torch.int32)
+    theirs = torch_flex.BlockMask.from_kv_blocks(
+        counts, columns, BLOCK_SIZE=8, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH)
+    )
+    call = lambda q, k, v, m: flexmod.flex_attention(q, k, v, None, m)
+    assert agrees(call, (*qkv, theirs)) == 1
+    seen = torch.zeros(3, 3, dtype=torch.bool)
+    seen[[0, 2, 2], [2, 0, 1]] = True
+    tokens = seen.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    if mask_mod is not None:
+        tokens = tokens.tril()
+    wanted = naive(*qkv, None, lambda b, h, i, j: tokens[i, j])[0]
+    assert_matches(call(*qkv, theirs), wanted)
 
 
 def test_the_other_arguments(agrees, qkv):
