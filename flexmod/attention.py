@@ -248,6 +248,7 @@ def _block_mask(given: Any, query: Tensor, kv_len: int) -> BlockMask | None:
         program = trace(given, "mask", device=query.device)
         checks.mask_captures(program, query.device)
         return BlockMask.from_program(program, shape, (_MAP_BLOCK, _MAP_BLOCK), query.device)
+    given = given.near(query.device)
     checks.block_mask(given, shape, query.device)
     return given
 
@@ -265,6 +266,7 @@ def _undecided(
         extents, block_size = foreign.extents(given), tuple(given.BLOCK_SIZE)
         given = foreign.listed(given)
     if isinstance(given, BlockMask):
+        given = given.near(query.device)
         checks.block_mask(given, (*query.shape[:2], *lengths), query.device)
         return given, given.block_size
     if given is None:

@@ -114,7 +114,12 @@ def _described(block_mask: Any) -> tuple[dict[str, Any], tuple[Any, ...], Callab
         return {"kind": "pending"}, (extents, block_size), foreign.listed(block_mask)
     if isinstance(block_mask, BlockMask):
         program, runs = block_mask.program, block_mask.runs
-        described = {"kind": "map", "text": block_mask.text, "name": program.name}
+        described = {
+            "kind": "map",
+            "text": block_mask.text,
+            "name": program.name,
+            "is_placed": block_mask.is_placed,
+        }
         tensors = (runs.spans, runs.table, program.captures)
         place = (program.numbers, block_mask.versions, block_mask.shape, block_mask.block_size)
         return described, (*tensors, *place), _anything
@@ -131,7 +136,10 @@ def _restored(described: dict[str, Any], parts: list[Any], mask_mod: Callable[..
             return PendingBlockMask(create_block_mask, mask_mod, *parts)
     spans, table, captures, numbers, versions, shape, block_size = parts
     program = text.restored(described["text"], described["name"], numbers, captures)
-    mask = BlockMask(tuple(shape), tuple(block_size), program, Runs(spans, table))
+    mask = BlockMask(
+        tuple(shape), tuple(block_size), program, Runs(spans, table),
+        is_placed=described["is_placed"],
+    )  # fmt: skip
     for name in ("versions", "_made_from"):  # those of the map itself, not of a graph's tensors
         object.__setattr__(mask, name, tuple(versions))
     return mask

@@ -42,6 +42,7 @@ class BlockMask:
         runs: the live blocks. Planes are kept only for the axes that the mask reads, and planes
             that are alike share their runs.
         offset: (query, key): where the first of each lies in the map that this one was cut from.
+        is_placed: whether a device was named; else a call takes the map to its query's device.
     """
 
     shape: tuple[int, int, int, int]
@@ -49,10 +50,12 @@ class BlockMask:
     program: Program
     runs: Runs
     offset: tuple[int, int] = (0, 0)
+    is_placed: bool = True
     text: str = field(init=False)  # the program's structure, and the versions of what it
     versions: tuple[int, ...] = field(init=False)  # captures: what a graph holds of a map
     _made_from: Snapshot = field(init=False)
     _regridded: dict[tuple[int, int], BlockMask] = field(init=False, default_factory=dict)
+    _moved: dict[torch.device, BlockMask] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", structure(self.program))
@@ -191,6 +194,14 @@ class BlockMask:
         captures = tuple(c.to(device) for c in self.program.captures)
         program = replace(self.program, captures=captures)
         return replace(self, program=program, runs=self.runs.to(device))
+
+    def near(self, device: torch.device) -> BlockMask:
+        """Itself; if no device was named for it, the same map on this one, remembered."""
+        if self.is_placed or device == self.device:
+            return self
+        if device not in self._moved:
+            self._moved[device] = self.to(device)
+        return self._moved[device]
 
     def check_unchanged(self) -> None:
         """Raise if a captured tensor was changed in place since the map was made."""

@@ -42,8 +42,8 @@ def create_block_mask(
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`.
         B, H: batch and query heads; None means 1, and is an error if the mask reads that index.
         Q_LEN, KV_LEN: tokens, any number >= 0.
-        device: where the map lives; default: that of the mask's captured tensors, else torch's
-            default device.
+        device: where the map lives; default: that of the mask's captured tensors, else that of the
+            query that it is used with (until then torch's default device).
         BLOCK_SIZE: tokens of a block, one number or (query, key).
         separate_full_blocks: False evaluates the mask in full blocks too.
         _compile, compute_dq_write_order, dq_kv_order: torch's, for its kernels; without effect.
@@ -71,6 +71,8 @@ def create_block_mask(
             )
     where = _device(program, device)
     mask = BlockMask.from_program(program, shape, block_size, where)
+    if device is None and not program.captures:
+        mask = replace(mask, is_placed=False)
     if separate_full_blocks:
         return mask
     table = mask.runs.table.clone()

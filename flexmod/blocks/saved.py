@@ -98,6 +98,7 @@ def update_(mask: BlockMask, other: BlockMask) -> BlockMask:
         if mine_tensor.data_ptr() != their_tensor.data_ptr():
             mine_tensor.copy_(their_tensor)
     mask._regridded.clear()
+    mask._moved.clear()
     for name in ("_made_from", "versions"):
         object.__setattr__(mask, name, getattr(replace(mask), name))
     return mask

@@ -258,6 +258,19 @@ def test_P089_no_device_named_and_no_cuda(lane, check):
     check(lane, q, k, v, None, _causal)
 
 
+def test_P089_the_device_comes_from_the_query():
+    made = flexmod.create_block_mask(_causal, None, None, 20, 20, BLOCK_SIZE=16)
+    query = torch.empty(1, 2, 20, 8, device="meta")
+    assert flexmod.flex_attention(query, query, query, None, made).device.type == "meta"
+    named = flexmod.create_block_mask(_causal, None, None, 20, 20, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(flexmod.DeviceError, match=r"block_mask is on cpu, but query is on meta"):
+        flexmod.flex_attention(query, query, query, None, named)
+    table = torch.ones(20, 20, dtype=torch.bool)
+    held = flexmod.create_block_mask(lambda b, h, i, j: table[i, j], None, None, 20, 20)
+    with pytest.raises(flexmod.DeviceError, match=r"block_mask is on cpu"):
+        flexmod.flex_attention(query, query, query, None, held)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_P089_no_backend_named_either():
     q, k, v = torch.randn(3, 1, 2, 20, 8)
