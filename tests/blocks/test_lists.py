@@ -56,8 +56,10 @@ def test_lists_are_those_of_torch(name):
 
 def test_as_tuple_has_torchs_order():
     made = flexmod.create_block_mask(masks.causal(), None, None, 64, 48, BLOCK_SIZE=16)
-    q_len, kv_len, *lists, block, mod = made.as_tuple()
-    assert (q_len, kv_len, block) == (64, 48, (16, 16)) and mod is made.mask_mod
+    q_len, kv_len, *lists, block_q, block_kv, mod = made.as_tuple()
+    assert (q_len, kv_len, block_q, block_kv) == (64, 48, 16, 16) and mod is made.mask_mod
+    lengths, *_, block, _ = made.as_tuple(flatten=False)
+    assert (lengths, block) == ((64, 48), (16, 16))
     assert all(torch.equal(a, getattr(made, v)) for a, v in zip(lists, VIEWS, strict=True))
     with pytest.raises(AttributeError, match="no attribute 'kv_blocks'"):
         _ = made.kv_blocks
