@@ -193,7 +193,7 @@ class BlockMask:
         self.check_unchanged()
         captures = tuple(c.to(device) for c in self.program.captures)
         program = replace(self.program, captures=captures)
-        return replace(self, program=program, runs=self.runs.to(device))
+        return replace(self, program=program, runs=self.runs.to(device), is_placed=True)
 
     def near(self, device: torch.device) -> BlockMask:
         """Itself; if no device was named for it, the same map on this one, remembered."""
