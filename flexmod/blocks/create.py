@@ -40,7 +40,8 @@ def create_block_mask(
 
     Args:
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`.
-        B, H: batch and query heads; None means 1, and is an error if the mask reads that index.
+        B, H: batch and query heads. None means 1, or, if the mask reads that index, the length of
+            the captured tensors' axes that it indexes: `ids[b, q_idx]` with ids [B, S] gives B.
         Q_LEN, KV_LEN: tokens, any number >= 0.
         device: where the map lives; default: that of the mask's captured tensors, else that of the
             query that it is used with (until then torch's default device).
@@ -49,7 +50,8 @@ def create_block_mask(
         _compile, compute_dq_write_order, dq_kv_order: torch's, for its kernels; without effect.
 
     Raises:
-        TraceError: the mask cannot be traced. BlockMaskError: B or H is None, but read.
+        TraceError: the mask cannot be traced. BlockMaskError: B or H is None, but the mask reads
+            the index other than as an axis of one length.
 
     Example:
         >>> import flexmod
@@ -63,12 +65,7 @@ def create_block_mask(
         create = create_block_mask
         return PendingBlockMask(create, mask_mod, extents, block_size, device, separate_full_blocks)
     program = trace(mask_mod, "mask", device=device or torch.get_default_device())
-    shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
-    for name, given in (("b", B), ("h", H)):
-        if given is None and name in program.reads:
-            raise BlockMaskError(
-                f"{program.name} reads {name} but {name.upper()} is None: give {name.upper()}"
-            )
+    shape = _shape(program, B, H, Q_LEN, KV_LEN)
     where = _device(program, device)
     mask = BlockMask.from_program(program, shape, block_size, where)
     if device is None and not program.captures:
@@ -90,7 +87,7 @@ def create_mask(
 ) -> Tensor:
     """A mask_mod on every element: bool [B, H, Q_LEN, KV_LEN]. A score_mod: of a score of 0."""
     program = trace(mod_fn, device=device or torch.get_default_device())
-    shape = (_extent("B", B), _extent("H", H), _extent("Q_LEN", Q_LEN), _extent("KV_LEN", KV_LEN))
+    shape = _shape(program, B, H, Q_LEN, KV_LEN)
     where = _device(program, device)
     inputs = on_grid(*(torch.arange(n, device=where) for n in shape))
     inputs["score"] = torch.zeros((), device=where)
@@ -108,9 +105,35 @@ def check_block_size(size: BlockSize) -> tuple[int, int]:
     return pair
 
 
-def _extent(name: str, value: int | None) -> int:
-    if value is None and name in ("B", "H"):
+def _shape(
+    program: Program, batch: int | None, heads: int | None, q_len: int, kv_len: int
+) -> tuple[int, int, int, int]:
+    planes = (
+        _inferred(program, index) if given is None else _extent(index.upper(), given)
+        for index, given in (("b", batch), ("h", heads))
+    )
+    return (*planes, _extent("Q_LEN", q_len), _extent("KV_LEN", kv_len))  # type: ignore[return-value]
+
+
+def _inferred(program: Program, index: str) -> int:
+    """How many values an index takes, from the captured tensors that it reads an axis of."""
+    if index not in program.reads:
         return 1
+    lines, name = program.instructions, index.upper()
+    lengths = {
+        program.captures[line.attr.slot].shape[axis]
+        for line in lines
+        if line.op == "load"
+        for axis, position in enumerate(line.args)
+        if (lines[position].op, lines[position].attr) == ("input", index)
+    }
+    if len(lengths) == 1:
+        return lengths.pop()
+    found = f", and indexes axes of {sorted(lengths)}" if lengths else ""
+    raise BlockMaskError(f"{program.name} reads {index} but {name} is None{found}: give {name}")
+
+
+def _extent(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ArgumentError(f"{name} must be an int >= 0, not {value!r}")
     return value

@@ -57,7 +57,7 @@ class Recorder:
         """A run-time scalar. Never merged with an equal one: which are equal may change."""
         if isinstance(value, tuple(_SYMBOLIC)):
             return self.load(as_tensor(value, dtype), [])
-        value = float(value) if dtype.is_floating_point else int(value)
+        value = float(value) if dtype.is_floating_point else _whole(value, dtype)
         self.numbers.append(value)
         return self.emit("number", (), dtype, len(self.numbers) - 1)
 
@@ -161,6 +161,15 @@ def _address(tensor: Tensor) -> Hashable:
 
 def _readable(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
+
+
+def _whole(value: int, dtype: torch.dtype) -> int:
+    """torch would keep the last bits alone, or raise, which depends on the operation."""
+    if dtype != torch.bool and not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        wider = "" if dtype == torch.int64 else ": add .long() to the captured tensor"
+        raise TraceError(f"the number {value} is not in the range of {kind}{wider}")
+    return int(value)
 
 
 def _is_zero(value: Operand) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexmod
-from flexmod.errors import ArgumentError
+from flexmod.errors import ArgumentError, BlockMaskError
 from flexmod.testing import assert_matches, naive
 
 
@@ -21,9 +21,8 @@ def test_P014_a_map_for_each_batch(lane, check):
     check(lane, q, k, v, None, _counted(lane))
 
 
-@pytest.mark.parametrize("extent", [None, 1])
 @pytest.mark.parametrize("axis", ["b", "h"])
-def test_P014_a_broadcast_axis_that_is_read_is_refused(engine, axis, extent):
+def test_P014_a_broadcast_axis_that_is_read_is_refused(engine, axis):
     q, k, v = engine.qkv((2, 2, 64, 16), (2, 2, 256, 16))
     counters = engine.tensor([3, 150])
 
@@ -32,9 +31,37 @@ def test_P014_a_broadcast_axis_that_is_read_is_refused(engine, axis, extent):
 
     with pytest.raises(ArgumentError, match=rf"\b{axis}\b"):
         block_mask = flexmod.create_block_mask(
-            mask_mod, extent, extent, 64, 256, device=engine.device, BLOCK_SIZE=64
+            mask_mod, 1, 1, 64, 256, device=engine.device, BLOCK_SIZE=64
         )
         flexmod.flex_attention(q, k, v, block_mask=block_mask, backend=engine.backend)
+
+
+def test_P014_what_a_table_says_of_an_axis_is_inferred(lane):
+    q, k, v = lane.qkv((2, 3, 64, 16), (2, 3, 256, 16))
+    counters = lane.tensor([[3, 150, 8], [0, 256, 9]])
+
+    def mask_mod(b, h, i, j):
+        return (j <= counters[b, h]) & (h >= 0)
+
+    block_mask = flexmod.create_block_mask(
+        mask_mod, None, None, 64, 256, device=lane.device, BLOCK_SIZE=64
+    )
+    assert block_mask.shape == (2, 3, 64, 256)
+    out = flexmod.flex_attention(q, k, v, block_mask=block_mask, backend=lane.backend)
+    assert_matches(out, naive(q, k, v, mask_mod=mask_mod)[0])
+    assert flexmod.create_mask(mask_mod, None, None, 4, 4, lane.device).shape == (2, 3, 4, 4)
+
+
+def test_P014_an_axis_that_no_table_or_two_tables_tell_is_refused(engine):
+    two, three = engine.tensor([1, 2]), engine.tensor([1, 2, 3])
+    for mask_mod, text in (
+        (lambda b, h, i, j: i + b > j, "reads b but B is None: give B"),
+        (lambda b, h, i, j: two[b + 1] > j, "reads b but B is None: give B"),
+        (lambda b, h, i, j: two[h] + three[h] > j, r"H is None, and indexes axes of \[2, 3\]"),
+    ):
+        for make in (flexmod.create_block_mask, flexmod.create_mask):
+            with pytest.raises(BlockMaskError, match=text):
+                make(mask_mod, None, None, 8, 8, engine.device)
 
 
 def test_P014_an_axis_that_is_not_read_is_broadcast(lane, check):

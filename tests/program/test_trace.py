@@ -273,3 +273,18 @@ def test_the_oracle_agrees_on_a_mask():
     given, _ = inputs()
     value = evaluate(flexmod.trace(mask), given).values[0].expand(B, H, Q, KV)
     assert torch.equal(value, visible(mask, B, H, Q, KV))
+
+
+@pytest.mark.parametrize("limit", [2**31 - 1, -(2**31), 2**40, -(2**40)])
+def test_numbers_past_int32_and_tables_of_it(limit):
+    """Up to its ends they meet as int32; beyond, .long() gives int64 arithmetic."""
+    table = torch.tensor([0, 7, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    wide = abs(limit) > 2**31
+    mask = lambda b, h, q, k: (table[q].long() - limit < k) if wide else (table[q] <= limit)
+    expected = (
+        (table.long()[:, None] - limit < torch.arange(4)) if wide else (table <= limit)[:, None]
+    )
+    assert torch.equal(flexmod.create_mask(mask, 1, 1, 4, 4, "cpu")[0, 0], expected.expand(4, 4))
+    made = flexmod.create_block_mask(mask, 1, 1, 4, 4, "cpu", BLOCK_SIZE=2)
+    assert torch.equal(made.dense()[0, 0], expected.expand(4, 4))
+    flexmod.testing.check_block_mask(made, mask)

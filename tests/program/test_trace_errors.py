@@ -13,6 +13,7 @@ import flexmod
 from flexmod import TraceError
 
 TABLE, IDS, COMPLEX = torch.randn(8, 8), torch.arange(8), torch.zeros(8, dtype=torch.complex64)
+SMALL = torch.arange(8, dtype=torch.int32)
 COUNTS = {"calls": 0}
 
 
@@ -172,6 +173,9 @@ MODS = {
     "complex numbers": (lambda s, b, h, q, k: s.to(torch.complex64), "complex64", "complex"),
     "a complex number": (lambda s, b, h, q, k: s + 1j, "s + 1j", "complex"),
     "division by 0": (lambda s, b, h, q, k: s + q // 0, "q // 0", "0"),
+    "a number past int32": (lambda b, h, q, k: SMALL[q] + 2**40 > k, "SMALL[q] + 2**40", ".long()"),
+    "a limit past int32": (lambda b, h, q, k: SMALL[q] < -(2**31) - 1, "SMALL[q] < ", ".long()"),
+    "a number past int64": (lambda b, h, q, k: q < 2**63, "q < 2**63", "int64"),
     "a string operand": (lambda s, b, h, q, k: s + "1", 's + "1"', ""),
     "a None operand": (lambda s, b, h, q, k: s + None, "s + None", ""),
     "a missing argument": (lambda s, b, h, q, k: torch.clamp(), "torch.clamp()", ""),
