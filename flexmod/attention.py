@@ -12,6 +12,7 @@ from torch import Tensor
 from flexmod import checks, compiled, library
 from flexmod.autograd import attend
 from flexmod.blocks import BlockMask, foreign
+from flexmod.blocks.memory import map_of
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.kernels.problem import Inputs, Problem, Result
 from flexmod.program import Program, trace
@@ -247,7 +248,7 @@ def _block_mask(given: Any, query: Tensor, kv_len: int) -> BlockMask | None:
     if not isinstance(given, BlockMask):
         program = trace(given, "mask", device=query.device)
         checks.mask_captures(program, query.device)
-        return BlockMask.from_program(program, shape, (_MAP_BLOCK, _MAP_BLOCK), query.device)
+        return map_of(program, shape, (_MAP_BLOCK, _MAP_BLOCK), query.device)
     given = given.near(query.device)
     checks.block_mask(given, shape, query.device)
     return given

@@ -19,6 +19,7 @@ from torch import Tensor
 from flexmod import autograd
 from flexmod.blocks import BlockMask
 from flexmod.blocks.freshness import STALE, is_fresh
+from flexmod.blocks.memory import map_of
 from flexmod.blocks.runs import Runs
 from flexmod.errors import BlockMaskError
 from flexmod.kernels import choose
@@ -207,7 +208,7 @@ def _mask(call: Call, program: Program, block_size: tuple[int, int]) -> BlockMas
     batch, heads, q_len, _ = call.query.shape
     shape = (batch, heads, q_len, call.key.shape[2])
     if not call.runs:
-        return BlockMask.from_program(program, shape, block_size, call.query.device)
+        return map_of(program, shape, block_size, call.query.device)
     if call.versions and not is_fresh(tuple(call.versions), call.mask_captures):
         raise BlockMaskError(STALE.format(program.name))
     return BlockMask(shape, block_size, program, _runs(*call.runs))

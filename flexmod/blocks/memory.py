@@ -1,0 +1,42 @@
+"""Maps of masks that capture no tensors, kept by content, for calls with a plain function."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+from flexmod.blocks.block_mask import BlockMask
+from flexmod.program import Program
+
+_KEPT = 32
+_memory: OrderedDict[Hashable, BlockMask] = OrderedDict()
+
+
+def map_of(
+    program: Program,
+    shape: tuple[int, int, int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> BlockMask:
+    """The map of a mask, made anew only if it may differ from one that was made before.
+
+    Such a map is not for users, as they could change it in place.
+    """
+    if program.captures:
+        return BlockMask.from_program(program, shape, block_size, device)
+    numbers = tuple(map(repr, program.numbers))  # 0.0 equals -0.0
+    content = (program.key, program.name, numbers, shape, block_size, device)
+    found = _memory.get(content)
+    if found is None:
+        with torch.inference_mode(False):
+            found = BlockMask.from_program(program, shape, block_size, device)
+        if type(found.runs.table) is not torch.Tensor:  # of a mode that shows other tensors
+            return found
+        _memory[content] = found
+        if len(_memory) > _KEPT:
+            _memory.popitem(last=False)
+    else:
+        _memory.move_to_end(content)
+    return found
