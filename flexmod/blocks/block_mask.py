@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.blocks import algebra, assign, constructors, cut, lists, saved, views
+from flexmod.blocks import algebra, assign, constructors, cut, given, lists, saved, views
 from flexmod.blocks.classify import classify
 from flexmod.blocks.elements import count_visible
 from flexmod.blocks.freshness import STALE, Snapshot, is_fresh, snapshot, versions
@@ -74,9 +74,9 @@ class BlockMask:
         return BlockMask(shape, block_size, program, runs)
 
     from_kv_blocks = staticmethod(lists.from_kv_blocks)
-    from_dense_blocks = staticmethod(lists.from_dense_blocks)
-    from_dense = staticmethod(lists.from_dense)
-    from_topk = staticmethod(lists.from_topk)
+    from_dense_blocks = staticmethod(given.from_dense_blocks)
+    from_dense = staticmethod(given.from_dense)
+    from_topk = staticmethod(given.from_topk)
     from_documents = staticmethod(constructors.from_documents)
     from_window = staticmethod(constructors.from_window)
     from_prefix_lengths = staticmethod(constructors.from_prefix_lengths)

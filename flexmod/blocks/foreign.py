@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmod.blocks.block_mask import BlockMask
-from flexmod.blocks.lists import from_dense_blocks, listed_blocks
+from flexmod.blocks.given import from_dense_blocks, listed_blocks
 from flexmod.blocks.runs import EMPTY, FULL, PARTIAL
 from flexmod.errors import BlockMaskError
 from flexmod.program import Program, trace

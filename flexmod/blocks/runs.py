@@ -89,6 +89,26 @@ class Runs:
         )
 
     @staticmethod
+    def with_room(tiles: Tensor, room: int) -> Runs:
+        """From a table of kinds [rows, columns] that has at most `room` runs a row.
+
+        The number of entries follows from shapes alone, so nothing waits for the device.
+        """
+        rows, columns = tiles.shape
+        border = torch.nn.functional.pad(tiles, (1, 1))
+        begins = (tiles != border[:, :-2]) & (tiles != EMPTY)
+        ends = (tiles != border[:, 2:]) & (tiles != EMPTY)
+        count = begins.cumsum(1)
+        column = torch.arange(columns, device=tiles.device).expand(rows, -1)
+        table = torch.zeros(rows, room + 1, 3, dtype=torch.int64, device=tiles.device)
+        for entry, where, value in ((0, begins, column), (1, ends, column + 1), (2, begins, tiles)):
+            at = torch.where(where, count - 1, room)  # `room`: an entry that is dropped
+            table[..., entry].scatter_(1, at, value.long())
+        first = torch.arange(rows, device=tiles.device) * room
+        last = first + count[:, -1] if columns else first
+        return Runs(torch.stack([first, last], 1).int(), table[:, :room].reshape(-1, 3).int())
+
+    @staticmethod
     def nothing(rows: int, device: torch.device) -> Runs:
         return Runs(
             torch.zeros(rows, 2, dtype=torch.int32, device=device),

@@ -63,8 +63,8 @@ def update_(mask: BlockMask, other: BlockMask) -> BlockMask:
 
     No memory is allocated and nothing waits for the device, so it works inside a CUDA graph: a
     kernel that reads this map reads the new one. Maps of `from_documents`, `from_window` and
-    `from_prefix_lengths` have as many runs as their shape says; others must not have more runs
-    than this one had when it was made.
+    `from_prefix_lengths`, and those made with `static=True`, have as many runs as their shape
+    says; others must not have more runs than this one had when it was made.
 
     Raises:
         BlockMaskError: for another shape, block size, mask or more runs.
