@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmod import checks, compiled, library
-from flexmod.autograd import attend
-from flexmod.blocks import BlockMask, foreign
-from flexmod.blocks.memory import map_of
-from flexmod.blocks.pending import PendingBlockMask
-from flexmod.kernels.problem import Inputs, Problem, Result
-from flexmod.program import Program, trace
+from flexmod import checks, compiled, given, library, memo
+from flexmod.autograd import attend, run
+from flexmod.blocks import BlockMask
+from flexmod.counters import COUNTS
+from flexmod.given import Mod
+from flexmod.kernels.problem import Inputs, Operands, Problem, Result
+from flexmod.program import Program
 from flexmod.program.specialize import specialize
-
-Mod = Callable[..., Any] | Program
-_MAP_BLOCK = 128
 
 
 class AuxRequest(NamedTuple):
@@ -111,7 +107,8 @@ def flex_attention(
     if torch.compiler.is_dynamo_compiling():
         result = compiled.attend(_carrier, *arguments, **others)
     else:
-        result = _attend(*arguments, **others)
+        wants_max = return_aux is not None and bool(return_aux.max_scores)
+        result = _attend(*arguments, **others, wants_max_scores=wants_max)
     return _returned(result, return_lse, return_aux)
 
 
@@ -130,29 +127,51 @@ def _attend(
     dropout_seed: int | None,
     deterministic: bool | None,
     backend: str | None,
+    wants_max_scores: bool = True,
 ) -> Result:
     """Check the arguments, trace the mods, and run the call: itself, or as one operation."""
     query, key, value = checks.autocast(query, key, value)
-    checks.tensors(query, key, value, enable_gqa)
+    in_order = given.deterministic(deterministic)
+    arguments = memo.arguments_key(
+        query, key, value, sink, scale, dropout_p, kernel_options,
+        bool(enable_gqa), wants_max_scores, in_order, backend,
+    )  # fmt: skip
+    calls = memo.known(arguments)
+    if calls is None:
+        checks.arguments(query, key, value, enable_gqa, sink, dropout_p, kernel_options)
+        calls = memo.checked(arguments)
+    score = given.score(score_mod, query)
+    captures = () if score is None else score.captures
+    is_watched = arguments is None and library.watches((query, key, value, *captures))
+    programs = None
+    if not is_watched:
+        seed = given.seed(dropout_p, dropout_seed)
+        mask = given.block_mask(block_mask, query, key.shape[2])
+        programs = memo.programs_key(score, mask)
+        prepared = None if programs is None else calls.get(programs)
+        if prepared is not None:
+            COUNTS.memory_hits += 1
+            if mask is not None:
+                mask.check_unchanged()
+            return run(prepared, Operands(query, key, value, sink, captures, mask, seed))
+    checks.captures(score, query.device)
     inputs = Inputs(query, key, value)
-    checks.sink(sink, query)
-    score = None
-    if score_mod is not None:
-        work = torch.float64 if query.dtype == torch.float64 else torch.float32
-        score = trace(score_mod, "score", score_dtype=work, device=query.device)
-        checks.captures(score, query.device)
     settings: dict[str, Any] = {
         "kernel_options": kernel_options,
-        "dropout_p": checks.dropout(dropout_p),
-        "deterministic": _deterministic(deterministic),
+        "dropout_p": float(dropout_p),
+        "deterministic": in_order,
         "sink": sink,
     }
-    if library.watches((*inputs, *(score.captures if score else ()))):
-        drawn = _seed_tensor(dropout_p, dropout_seed)
+    if is_watched:
+        drawn = given.seed_tensor(dropout_p, dropout_seed)
         return _as_operation(inputs, score, block_mask, scale, drawn, backend, **settings)
-    seed = _seed(dropout_p, dropout_seed)
-    problem = make_problem(inputs, score, block_mask, scale, dropout_seed=seed, **settings)
-    return attend(problem, inputs, score, backend)
+    problem = make_problem(
+        inputs, score, mask, scale, dropout_seed=seed, wants_max_scores=wants_max_scores, **settings
+    )
+    result, prepared = attend(problem, inputs, score, backend)
+    if prepared is not None and prepared.is_lasting and programs is not None:
+        calls.keep(programs, prepared)
+    return result
 
 
 def _as_operation(
@@ -166,9 +185,9 @@ def _as_operation(
 ) -> Result:
     """The call as `torch.ops.flexmod.attention`. Its kernel calls `make_problem`."""
     query, key, _ = inputs
-    mask, block_size = _undecided(block_mask, query, key.shape[2])
+    mask, block_size = given.undecided(block_mask, query, key.shape[2])
     settings["kernel_options"] = checks.options(settings["kernel_options"])
-    scale = _scale(scale, query)
+    scale = given.scale(scale, query)
     return library.attend(
         inputs, score, mask, scale, block_size=block_size, seed=seed, backend=backend, **settings
     )
@@ -190,7 +209,9 @@ def make_problem(
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     extents = {"b": batch, "h": heads, "q_idx": q_len, "kv_idx": kv_len}
-    mask = _block_mask(block_mask, query, kv_len)
+    mask = given.block_mask(block_mask, query, kv_len)
+    if mask is not None:
+        checks.block_mask(mask, (batch, heads, q_len, kv_len), query.device)
     return Problem(
         batch=batch,
         heads=heads,
@@ -201,81 +222,13 @@ def make_problem(
         value_dim=value.shape[-1],
         dtype=query.dtype,
         device=query.device,
-        scale=_scale(scale, query),
+        scale=given.scale(scale, query),
         score=specialize(score, extents) if score is not None else None,
         mask=mask,
         mask_program=specialize(mask.program, extents) if mask else None,
         options=checks.options(kernel_options),
         **others,
     )
-
-
-def _scale(scale: float | None, query: Tensor) -> float:
-    if scale is None:
-        return 1 / math.sqrt(max(query.shape[-1], 1))
-    return scale if isinstance(scale, torch.SymFloat) else float(scale)
-
-
-def _seed(p: float, seed: int | None) -> int:
-    """64 bits; drawn only where they are used."""
-    if seed is None:
-        return int(torch.randint(2**63 - 1, ()).item()) if p else 0
-    return checks.seed(seed) & (2**64 - 1)
-
-
-def _seed_tensor(p: float, seed: int | None) -> Tensor | None:
-    """The same as a 0-dim tensor, drawn anew on each run of a graph."""
-    if not p:
-        return None
-    if seed is None:
-        return torch.randint(2**63 - 1, (), device="cpu")
-    low = checks.seed(seed) & (2**64 - 1)
-    return torch.full((), low - (low >> 63 << 64), dtype=torch.int64, device="cpu")
-
-
-def _deterministic(asked: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if asked is None else bool(asked)
-
-
-def _block_mask(given: Any, query: Tensor, kv_len: int) -> BlockMask | None:
-    """The map of a call; a mask_mod, and torch's map, become one."""
-    if given is None:
-        return None
-    batch, heads, q_len, _ = query.shape
-    shape = (batch, heads, q_len, kv_len)
-    if foreign.is_torch_map(given):
-        given = foreign.from_torch(given)
-    if not isinstance(given, BlockMask):
-        program = trace(given, "mask", device=query.device)
-        checks.mask_captures(program, query.device)
-        return map_of(program, shape, (_MAP_BLOCK, _MAP_BLOCK), query.device)
-    given = given.near(query.device)
-    checks.block_mask(given, shape, query.device)
-    return given
-
-
-def _undecided(
-    given: Any, query: Tensor, kv_len: int
-) -> tuple[BlockMask | Program | None, tuple[int, int]]:
-    """The mask of a call whose tensors have no values yet, and the blocks to decide it in."""
-    lengths = (query.shape[2], kv_len)
-    block_size, extents = (_MAP_BLOCK, _MAP_BLOCK), (*query.shape[:2], *lengths)
-    if isinstance(given, PendingBlockMask):
-        extents, block_size = given.wanted.extents, given.wanted.block_size
-        given = given.wanted.mask_mod
-    if foreign.is_torch_map(given):
-        extents, block_size = foreign.extents(given), tuple(given.BLOCK_SIZE)
-        given = foreign.listed(given)
-    if isinstance(given, BlockMask):
-        given = given.near(query.device)
-        checks.block_mask(given, (*query.shape[:2], *lengths), query.device)
-        return given, given.block_size
-    if given is None:
-        return None, block_size
-    program = trace(given, "mask", device=query.device)
-    checks.extents(program, extents, (*query.shape[:2], *lengths))
-    checks.mask_captures(program, query.device)
-    return program, block_size
 
 
 def _returned(result: Result, return_lse: bool, return_aux: AuxRequest | None) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexmod.blocks import BlockMask
 from flexmod.kernels import choose, reference
-from flexmod.kernels.problem import Inputs, Problem, Result, Saved
+from flexmod.kernels.prepared import Prepared
+from flexmod.kernels.problem import Gradients, Inputs, Operands, Problem, Result, Saved
 from flexmod.program import Program
 from flexmod.program.gradient import differentiate
 from flexmod.program.specialize import specialize
@@ -20,11 +23,14 @@ from flexmod.program.transforms import has_tangent, is_wrapped
 log = logging.getLogger("flexmod")
 
 
-def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str | None) -> Result:
+def attend(
+    problem: Problem, inputs: Inputs, score: Program | None, wanted: str | None
+) -> tuple[Result, Prepared | None]:
     """Run a call so that it can be differentiated where something asks for it.
 
     `score` is the unspecialized score program. Transforms that no fused backward serves
     (torch.func, forward mode, double backward) go through the differentiable reference.
+    The second result is what other calls of this shape may `run` by.
     """
     if torch.is_autocast_enabled(problem.device.type):  # scores stay in the working precision
         with torch.autocast(problem.device.type, enabled=False):
@@ -35,15 +41,24 @@ def attend(problem: Problem, inputs: Inputs, score: Program | None, wanted: str 
     tensors = (*inputs, *sinks, *captured)
     if any(is_wrapped(x) or has_tangent(x) for x in tensors):
         log.info("a torch.func transform or forward mode is active: using the reference engine")
-        return reference.forward(problem, inputs)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not wants_grad:
-        return choose.forward(problem, inputs, choice)
-    if choice.name == "reference":
-        return reference.forward(problem, inputs)
-    slots = frozenset(n for n, c in enumerate(captured) if c.requires_grad)
-    problem = with_gradient(problem, score, slots)
-    return Result(*_Attention.apply(problem, choice, *tensors))
+        return reference.forward(problem, inputs), None
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if trains and choice.name == "reference":
+        return reference.forward(problem, inputs), None
+    if trains:
+        slots = frozenset(n for n, c in enumerate(captured) if c.requires_grad)
+        problem = with_gradient(problem, score, slots)
+    prepared = Prepared(problem, inputs, choice, trains)
+    return run(prepared, problem.operands(inputs)), prepared
+
+
+def run(prepared: Prepared, given: Operands) -> Result:
+    """A call by what was prepared for its shape."""
+    if not prepared.trains:
+        return prepared.forward(given)
+    sinks = () if given.sink is None else (given.sink,)
+    tensors = (*given[:3], *sinks, *given.captures)
+    return Result(*_Attention.apply(prepared, given.mask, given.seed, *tensors))
 
 
 class _Attention(torch.autograd.Function):
@@ -51,33 +66,43 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, choice: choose.Choice, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = Inputs(*tensors[:3])
-        result = choose.forward(problem, inputs, choice)
-        ctx.problem, ctx.choice = problem, choice
+        ctx: Any, prepared: Prepared, mask: BlockMask | None, seed: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        result = prepared.forward(_operands(prepared, mask, seed, tensors))
+        ctx.prepared, ctx.mask, ctx.seed = prepared, mask, seed
         ctx.save_for_backward(*tensors, result.out, result.lse)
-        ctx.mark_non_differentiable(result.max_scores)
+        if result.max_scores is not None:
+            ctx.mark_non_differentiable(result.max_scores)
         ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        kind = ctx.problem.device.type
+        prepared: Prepared = ctx.prepared
+        kind = prepared.device.type
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return _Attention.backward(ctx, d_out, d_lse, _)
         *tensors, out, lse = ctx.saved_tensors
-        problem: Problem = ctx.problem
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
+        given = _operands(prepared, ctx.mask, ctx.seed, tensors)
         if torch.is_grad_enabled():
             log.info("a double backward is asked for: using the reference engine")
-            return None, None, *_twice(problem, tensors, needed, d_out, d_lse)
-        found = gradients(problem, ctx.choice, tensors, out, lse, d_out, d_lse)
+            problem = prepared.problem(given)
+            return None, None, None, *_twice(problem, tensors, needed, d_out, d_lse)
+        found = gradients(partial(prepared.backward, given), given, out, lse, d_out, d_lse)
         kept = [g if need else None for g, need in zip(found, needed, strict=True)]
-        return None, None, *kept
+        return None, None, None, *kept
+
+
+def _operands(
+    prepared: Prepared, mask: BlockMask | None, seed: int, tensors: Sequence[Tensor]
+) -> Operands:
+    query, key, value, *rest = tensors
+    sink = rest.pop(0) if prepared.has_sink else None
+    return Operands(query, key, value, sink, tuple(rest), mask, seed)
 
 
 def with_gradient(problem: Problem, score: Program | None, slots: frozenset[int]) -> Problem:
@@ -90,27 +115,24 @@ def with_gradient(problem: Problem, score: Program | None, slots: frozenset[int]
 
 
 def gradients(
-    problem: Problem,
-    choice: choose.Choice,
-    tensors: Sequence[Tensor],
+    backward: Callable[[Saved], Gradients],
+    given: Operands,
     out: Tensor,
     lse: Tensor,
     d_out: Tensor | None,
     d_lse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Of query, key, value, [sink] and captured `tensors`, in their dtypes."""
+    """Of query, key, value, [sink] and captured tensors, in their dtypes."""
     d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
     if d_lse is not None:  # nothing depends on a row that saw nothing
         d_lse = torch.where(lse == -torch.inf, 0.0, d_lse)
-    inputs = Inputs(*tensors[:3])
-    grads = choose.backward(problem, inputs, Saved(out, lse, d_out, d_lse), choice)
-    found: list[Tensor | None] = [g.to(x.dtype) for g, x in zip(grads[:3], inputs, strict=True)]
-    if problem.sink is not None:
-        weight = torch.exp(tensors[3].to(lse.dtype).view(-1, 1) - lse)
+    grads = backward(Saved(out, lse, d_out, d_lse))
+    found: list[Tensor | None] = [g.to(x.dtype) for g, x in zip(grads[:3], given[:3], strict=True)]
+    if given.sink is not None:
+        weight = torch.exp(given.sink.to(lse.dtype).view(-1, 1) - lse)
         d_sink = torch.where(lse == -torch.inf, 0.0, -weight * grads.delta)
-        found.append(d_sink.sum((0, 2)).to(tensors[3].dtype))
-    captured = problem.score.captures if problem.score else ()
-    return found + [grads.captures.get(slot) for slot in range(len(captured))]
+        found.append(d_sink.sum((0, 2)).to(given.sink.dtype))
+    return found + [grads.captures.get(slot) for slot in range(len(given.captures))]
 
 
 def _twice(

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
+from flexmod import memo
 from flexmod.counters import COUNTS, Counts
 from flexmod.kernels import compile as kernels
+from flexmod.program import recognise
 
 
 def stats() -> Counts:
     """A snapshot of the running totals of this process.
 
     Returns:
-        Counts: `traces` (mods traced), `compiles` (kernels built because neither memory nor disk
-        had them), `memory_hits` and `disk_hits` (kernels found again).
+        Counts: `traces` (mods traced, those not counted that are known from an earlier trace),
+        `compiles` (kernels built because neither memory nor disk had them), `memory_hits` and
+        `disk_hits` (kernels found again).
     """
     return replace(COUNTS)
 
@@ -26,8 +29,10 @@ def reset_stats() -> None:
 
 
 def clear_memory() -> None:
-    """Forget the kernels of this process; those on disk stay."""
+    """Forget the traces and kernels of this process; kernels on disk stay."""
+    recognise.forget()
     kernels.forget()
+    memo.forget()
 
 
 def directory() -> Path:

@@ -88,6 +88,22 @@ def _dtypes(named: Mapping[str, Tensor]) -> None:
         )
 
 
+def arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    enable_gqa: bool,
+    sink_given: Any,
+    dropout_p: Any,
+    kernel_options: Mapping[str, Any] | None,
+) -> None:
+    """All that does not concern the mods."""
+    tensors(query, key, value, enable_gqa)
+    sink(sink_given, query)
+    dropout(dropout_p)
+    options(kernel_options)
+
+
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
     """Under autocast query, key and value take its dtype, but for float64: torch's rule."""
     inputs = Inputs(query, key, value)
@@ -161,8 +177,10 @@ def seed(given: Any) -> int:
     return int(given)
 
 
-def captures(program: Program, device: torch.device) -> None:
+def captures(program: Program | None, device: torch.device) -> None:
     """Captured tensors must live where the query does."""
+    if program is None:
+        return
     for tensor in program.captures:
         if tensor.device != device:
             raise DeviceError(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flexmod import checks
-from flexmod.attention import Mod, make_problem
+from flexmod.attention import make_problem
 from flexmod.blocks import BlockMask
 from flexmod.errors import BackendError
 from flexmod.formula import formula
+from flexmod.given import Mod
 from flexmod.kernels import choose, tuning
 from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -165,6 +165,7 @@ def implement(make_problem: Callable[..., Problem]) -> None:
             scale if call.scale is None else float(call.scale),
             sink=call.sink,
             dropout_seed=0 if call.seed is None else int(call.seed) & (2**64 - 1),
+            wants_max_scores=True,
             **fields,
         )
         return _Ready(problem, choose.choose(problem, backend), score)
@@ -174,6 +175,7 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         with torch.autocast(call.query.device.type, enabled=False):
             problem, choice, _ = ready(call)
             out, lse, top = choose.forward(problem, call.inputs, choice)
+            assert top is not None  # it was asked for
         return _laid_out(out, _empty_output(call.inputs)), lse, top
 
     def backward(
@@ -190,9 +192,12 @@ def implement(make_problem: Callable[..., Problem]) -> None:
             problem, choice, score = ready(call, learned)
             slots = frozenset(held.index(slot) for slot in learned)
             problem = autograd.with_gradient(problem, score, slots)
+            inputs = Inputs(*tensors[:3])
             if choice.name == "reference":  # its backward is torch's autograd, not to be had here
                 choice = choose.Choice("cpu", True)
-            found = autograd.gradients(problem, choice, tensors, out, lse, d_out, d_lse)
+            run = partial(choose.backward, problem, inputs, choice=choice)
+            given = problem.operands(inputs)
+            found = autograd.gradients(run, given, out, lse, d_out, d_lse)
         return [
             torch.zeros_like(x) if g is None else _laid_out(g, torch.empty_like(x))
             for g, x, want in zip(found, tensors, wanted, strict=True)

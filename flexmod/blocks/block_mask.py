@@ -109,6 +109,11 @@ class BlockMask:
             kept[size] = shared(transpose(self.runs, *size), grid.planes)
         return kept[size]
 
+    @cached_property
+    def layout(self) -> tuple[Any, ...]:
+        """All but which blocks are live, and the tensors that the mask captures."""
+        return self.program.identity, self.shape, self.block_size, self.device
+
     @property
     def device(self) -> torch.device:
         return self.runs.table.device

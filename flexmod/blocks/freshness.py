@@ -28,7 +28,7 @@ def versions(seen: Snapshot) -> tuple[int, ...]:
 
 
 def is_fresh(seen: Snapshot, captures: Sequence[Tensor]) -> bool:
-    return all(_is_same(*pair) for pair in zip(seen, captures, strict=True))
+    return not seen or all(_is_same(*pair) for pair in zip(seen, captures, strict=True))
 
 
 def _is_same(was: int | Tensor, now: Tensor) -> bool:

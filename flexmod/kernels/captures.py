@@ -6,18 +6,14 @@ that depends on kv_idx - q_idx alone (relative biases) is summed along diagonals
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flexmod.kernels.problem import Inputs, Problem, Saved
 from flexmod.program.dependence import dependence
-from flexmod.program.evaluate import evaluate
 from flexmod.program.gradient import LoadGradient
-
-_places: OrderedDict[object, Tensor] = OrderedDict()  # where reduced sums go, by program
-_PLACES_KEPT = 32
 
 
 class Accumulator:
@@ -54,49 +50,13 @@ class Accumulator:
     ) -> None:
         """Add what one load receives in one step."""
         value = outputs[load.value].expand(shape).masked_fill(unseen, 0.0)
-        where = self._flat_index(load, outputs)
+        assert self.problem.score is not None
+        table = self.problem.score.captures[load.slot]
+        where = flat_index([outputs[i] for i in load.indices], table.shape, table.device)
         if self.diagonal[load]:
             value = _diagonal_sums(value)
             where = _along_diagonals(where.expand(*where.shape[:-2], *shape[-2:]))
         self._scatter(load, value, where)
-
-    def add_reduced(self, load: LoadGradient, kind: str, value: Tensor) -> None:
-        """Add sums that a kernel made; kinds and shapes as in `fa2.sums`."""
-        q_len, kv_len = self.problem.q_len, self.problem.kv_len
-        count = lambda n: torch.arange(n, device=value.device)  # noqa: E731
-        zero = count(1)
-        places = {
-            "plane": (zero, zero),
-            "row": (count(q_len), zero),
-            "column": (zero, count(kv_len)),
-        }
-        if kind == "diagonal":
-            offset = count(q_len + kv_len - 1) - (q_len - 1)
-            start = (value.shape[-1] - q_len - kv_len) // 2 + 1
-            places[kind] = ((-offset).clamp(min=0), offset.clamp(min=0))
-            value = value[..., start : start + len(offset)]
-        q_idx, kv_idx = places[kind]
-        value = value.sum(-1, keepdim=True) if kind == "plane" else value
-        inputs = {
-            "b": count(self.problem.batch)[:, None, None],
-            "h": count(self.problem.heads)[:, None],
-            "q_idx": q_idx,
-            "kv_idx": kv_idx,
-            "grad": torch.zeros((), device=value.device, dtype=value.dtype),
-            "score": torch.zeros((), device=value.device, dtype=value.dtype),
-        }
-        assert self.problem.gradient is not None
-        program = self.problem.gradient.program
-        assert self.problem.score is not None
-        table = self.problem.score.captures[load.slot].shape
-        extents = (self.problem.batch, self.problem.heads, q_len, kv_len)
-        known = (program.key, program.numbers, load, kind, table, extents, value.device)
-        if program.captures or known not in _places:  # captured indices may have changed
-            outputs, _ = evaluate(program, inputs)
-            _places[known] = self._flat_index(load, outputs)
-            if len(_places) > _PLACES_KEPT:
-                _places.popitem(last=False)
-        self._scatter(load, value, _places[known])
 
     def _scatter(self, load: LoadGradient, value: Tensor, where: Tensor) -> None:
         """Sum what shares an index by its shape, then add by index."""
@@ -112,18 +72,6 @@ class Accumulator:
         else:
             total.index_add_(0, flat, value)
 
-    def _flat_index(self, load: LoadGradient, outputs: tuple[Tensor, ...]) -> Tensor:
-        """Position in the flattened captured tensor; axes it does not depend on have length 1."""
-        assert self.problem.score is not None
-        flat = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=self.problem.device)
-        for position, length in zip(
-            load.indices, self.problem.score.captures[load.slot].shape, strict=True
-        ):
-            index = outputs[position].long()
-            index = torch.where(index < 0, index + length, index).clamp(0, length - 1)
-            flat = flat * length + index
-        return flat
-
     def totals(self) -> dict[int, Tensor]:
         """Slot of the captured tensor -> gradient in its shape and dtype."""
         if not self.sums:
@@ -134,6 +82,15 @@ class Accumulator:
             slot: total.view(captured[slot].shape).to(captured[slot].dtype)
             for slot, total in self.sums.items()
         }
+
+
+def flat_index(indices: Sequence[Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Position in a flattened tensor, int64 [b, h, rows, keys], 1 where no index depends on one."""
+    flat = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
+    for index, length in zip(indices, shape, strict=True):
+        index = index.long()
+        flat = flat * length + torch.where(index < 0, index + length, index).clamp(0, length - 1)
+    return flat
 
 
 def in_order(problem: Problem, inputs: Inputs, saved: Saved) -> dict[int, Tensor]:

@@ -86,14 +86,19 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, choice: Choice) -> 
     return _run(choice, lambda engine: engine.backward(problem, inputs, saved))
 
 
+def instead(error: BackendError, choice: Choice) -> ModuleType:
+    """The engine for a call whose own could not build a kernel; raises if that was asked for."""
+    if choice.is_forced:
+        raise error
+    _warn_once(str(error), "cpu")
+    return backend("cpu")
+
+
 def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:
     try:
         return call(backend(choice.name))
     except BackendError as error:
-        if choice.is_forced:
-            raise
-        _warn_once(str(error), "cpu")
-        return call(backend("cpu"))
+        return call(instead(error, choice))
 
 
 def _warn_once(reason: str, instead: str) -> None:

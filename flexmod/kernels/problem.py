@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,30 @@ class Inputs(NamedTuple):
     value: Tensor
 
 
+class Operands(NamedTuple):
+    """What may differ between two calls of one shape, which then run the same machine code.
+
+    captures: of score_mod. seed: of dropout, 64 bits.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sink: Tensor | None
+    captures: tuple[Tensor, ...]
+    mask: BlockMask | None
+    seed: int
+
+
 class Result(NamedTuple):
-    """out [B, Hq, Q, Ev] in the query's dtype; lse and max_scores [B, Hq, Q] in `work_dtype`."""
+    """out [B, Hq, Q, Ev] in the query's dtype; lse and max_scores [B, Hq, Q] in `work_dtype`.
+
+    max_scores may be None where the problem does not want them.
+    """
 
     out: Tensor
     lse: Tensor
-    max_scores: Tensor
+    max_scores: Tensor | None
 
 
 class Saved(NamedTuple):
@@ -77,6 +95,7 @@ class Problem:
     dropout_p: float = 0.0
     dropout_seed: int = 0
     deterministic: bool = False
+    wants_max_scores: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # tile hints of kernel_options
 
     @property
@@ -93,6 +112,37 @@ class Problem:
     def extents(self) -> dict[str, int]:
         """How many values each index of a mod takes."""
         return {"b": self.batch, "h": self.heads, "q_idx": self.q_len, "kv_idx": self.kv_len}
+
+    def operands(self, inputs: Inputs) -> Operands:
+        """What is not the shape of this call."""
+        captures = self.score.captures if self.score else ()
+        return Operands(*inputs, self.sink, captures, self.mask, self.dropout_seed)
+
+    def shell(self) -> Problem:
+        """The problem without the tensors of its call, so that it may be kept."""
+        score = self.score and replace(self.score, captures=(), sites={})
+        mask_program = self.mask_program and replace(self.mask_program, captures=(), sites={})
+        gradient = self.gradient
+        if gradient is not None:
+            gradient = replace(gradient, program=replace(gradient.program, captures=()))
+        return replace(
+            self, score=score, mask=None, mask_program=mask_program, gradient=gradient, sink=None
+        )
+
+    def filled(self, given: Operands) -> Problem:
+        """A shell with the tensors of a call."""
+        score, gradient, mask_program = self.score, self.gradient, self.mask_program
+        if score is not None:
+            score = replace(score, captures=given.captures)
+        if gradient is not None:
+            captures = tuple(given.captures[slot] for slot in gradient.slots)
+            gradient = replace(gradient, program=replace(gradient.program, captures=captures))
+        if mask_program is not None and given.mask is not None:
+            mask_program = replace(mask_program, captures=given.mask.program.captures)
+        return replace(
+            self, score=score, mask=given.mask, mask_program=mask_program, gradient=gradient,
+            sink=given.sink, dropout_seed=given.seed,
+        )  # fmt: skip
 
     @property
     def is_empty(self) -> bool:
@@ -129,6 +179,6 @@ def new_output(problem: Problem, query: Tensor) -> Tensor:
 
 
 def stride_order(x: Tensor) -> list[int]:
-    """The axes of a tensor from the slowest to the fastest."""
+    """The axes of a tensor from the slowest to the fastest; repeated ones (stride 0) are slow."""
     strides = x.stride()
-    return sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis))
+    return sorted(range(x.ndim), key=lambda axis: (bool(strides[axis]), -strides[axis], axis))

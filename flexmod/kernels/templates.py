@@ -43,11 +43,14 @@ def render(
     """A whole kernel module: the template with its holes filled.
 
     The holes are the mods and what sums their captured tensors' gradients, the device functions
-    that these use, the list of captures, and the type of run-time floats. `fields` are the
-    compile-time arguments, of which a hopper kernel needs the number of consumers in its text.
+    that these use, the list of captures (tensors of all mods first), and the type of run-time
+    floats. `fields` are the compile-time arguments, of which a hopper kernel needs the number of
+    consumers in its text.
     """
-    captures = [pair for mod in mods.values() for pair in mod.parameters]
-    captures += [(name, "") for name in sums_text.parameters(sums)]
+    tensors = [name for mod in mods.values() for name in mod.tensors] + sums_text.tensors(sums)
+    captures = [(name, "") for name in tensors]
+    captures += [pair for mod in mods.values() for pair in mod.values]
+    captures += [(name, "") for name in sums_text.sizes(sums)]
     used = "".join(mod.text for mod in mods.values()) + ("dropout_keep(" if dropout else "")
     holes = {f"{kind}_mod": mod.text.rstrip() for kind, mod in mods.items()}
     holes |= {

@@ -24,10 +24,15 @@ _INT32_MAX = 2**31 - 1
 
 
 class Function(NamedTuple):
-    """Text of a jit function, and its parameters beside the mod's own."""
+    """Text of a jit function, and its parameters beside the mod's own: tensors, then values."""
 
     text: str
-    parameters: tuple[tuple[str, str], ...]  # (name, annotation or "")
+    tensors: tuple[str, ...] = ()  # names of captured tensors
+    values: tuple[tuple[str, str], ...] = ()  # strides, sizes, numbers: (name, annotation or "")
+
+    @property
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        return (*((name, "") for name in self.tensors), *self.values)
 
     @property
     def names(self) -> str:
@@ -44,7 +49,8 @@ def emit(program: Program, prefix: str, fast: bool = False, gluon: bool = False)
         gluon: for a Gluon kernel, where a number cannot be made without a layout, only cast.
     """
     scalar = "tl.cast({}, {})" if gluon else "tl.full((), {}, {})"
-    parameters = _parameters(program, prefix)
+    tensors, values = _parameters(program, prefix)
+    names = [*tensors, *(name for name, _ in values)]
     body: list[str] = []
     valid: list[str] = []
 
@@ -73,9 +79,9 @@ def emit(program: Program, prefix: str, fast: bool = False, gluon: bool = False)
     result = f"({result},)" if program.kind == "gradient" else result
     if valid and program.kind == "score":
         body.append(f"{result} = tl.where({' & '.join(valid)}, {result}, float('nan'))")
-    signature = ", ".join([*ARGUMENTS[program.kind], *(name for name, _ in parameters)])
+    signature = ", ".join([*ARGUMENTS[program.kind], *names])
     text = [f"def {program.kind}_mod({signature}):", *body, f"return {result}"]
-    return Function("@triton.jit\n" + "\n    ".join(text) + "\n", parameters)
+    return Function("@triton.jit\n" + "\n    ".join(text) + "\n", tensors, values)
 
 
 def _spell(program: Program, line: Instruction, args: tuple[str, ...], fast: bool) -> str:
@@ -141,28 +147,27 @@ def _sized_axes(program: Program) -> dict[int, set[int]]:
     return axes
 
 
-def _parameters(program: Program, prefix: str) -> tuple[tuple[str, str], ...]:
-    found = []
+def _parameters(
+    program: Program, prefix: str
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    values = []
     sized = _sized_axes(program)
     for slot, tensor in enumerate(program.captures):
-        found.append((f"{prefix}c{slot}", ""))
-        found += [(f"{prefix}c{slot}_stride{axis}", "") for axis in range(tensor.ndim)]
-        found += [(f"{prefix}c{slot}_size{axis}", "") for axis in sorted(sized[slot])]
+        values += [(f"{prefix}c{slot}_stride{axis}", "") for axis in range(tensor.ndim)]
+        values += [(f"{prefix}c{slot}_size{axis}", "") for axis in sorted(sized[slot])]
     for line in program.instructions:
         if line.op == "number":
-            found.append((f"{prefix}n{line.attr}", _ANNOTATIONS.get(line.dtype, "i32")))
-    return tuple(found)
+            values.append((f"{prefix}n{line.attr}", _ANNOTATIONS.get(line.dtype, "i32")))
+    return tuple(f"{prefix}c{slot}" for slot in range(len(program.captures))), tuple(values)
 
 
-def arguments(program: Program) -> list[Any]:
-    """Run-time values for the parameters of `emit`, in their order."""
-    values: list[Any] = []
+def values(program: Program) -> list[Any]:
+    """Run-time values for `Function.values`, in their order; those of its tensors are captures."""
+    found: list[Any] = []
     sized = _sized_axes(program)
     for slot, tensor in enumerate(program.captures):
-        values.append(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach())
-        values += tensor.stride()
-        values += [tensor.shape[axis] for axis in sorted(sized[slot])]
+        found += [*tensor.stride(), *(tensor.shape[axis] for axis in sorted(sized[slot]))]
     for line in program.instructions:
         if line.op == "number":
-            values.append(program.numbers[line.attr])
-    return values
+            found.append(program.numbers[line.attr])
+    return found

@@ -27,11 +27,13 @@ class Gradient:
 
     score: output that holds the derivative with respect to the score; None: it is 0.
     loads: one for each load from a captured tensor that needs a gradient.
+    slots: what `program` captures, as slots of the score program.
     """
 
     program: Program
     score: int | None
     loads: tuple[LoadGradient, ...]
+    slots: tuple[int, ...] = ()
 
 
 def differentiate(program: Program, slots: frozenset[int], with_score: bool = False) -> Gradient:
@@ -117,4 +119,7 @@ def _collect(
         outputs = [recorder.emit("input", (), program.dtype, "grad")]
     outputs += others
     recorded = recorder.program("gradient", program.name, *outputs)
-    return Gradient(replace(recorded, sites={}), None if of_score is None else 0, tuple(loads))
+    places = {id(tensor): slot for slot, tensor in enumerate(program.captures)}
+    slots = tuple(places[id(tensor)] for tensor in recorded.captures)
+    score = None if of_score is None else 0
+    return Gradient(replace(recorded, sites={}), score, tuple(loads), slots)

@@ -73,6 +73,19 @@ class Program:
         """A small number for `structure`, the same for equal ones: hashing it once is enough."""
         return _interned.setdefault(self.structure, len(_interned))
 
+    def with_captures(self, captures: tuple[torch.Tensor, ...]) -> Program:
+        """The same program of other tensors of the same dtypes and ranks."""
+        found: Program = object.__new__(Program)
+        # With what is worked out of the structure, which stays the same.
+        found.__dict__.update(self.__dict__, identity=self.identity, key=self.key)
+        found.__dict__["captures"] = captures
+        return found
+
+    @cached_property
+    def identity(self) -> tuple[int, str]:
+        """Structure and numbers: equal ones compute the same from equal captures."""
+        return self.key, repr(self.numbers)  # the text tells 1 from 1.0, and 0.0 from -0.0
+
     @property
     def dtype(self) -> torch.dtype:
         return self.instructions[self.outputs[0]].dtype

@@ -39,6 +39,7 @@ class Recorder:
         self.numbers: list[float | int] = []
         self.captures: list[Tensor] = []
         self.sites: dict[int, Site | str | None] = {}
+        self.has_read = False  # whether a tensor's value became a number
         self._known: dict[Instruction, int] = {}
         self._slots: dict[Hashable, int] = {}
 
@@ -92,6 +93,7 @@ class Recorder:
         if tensor.dtype.is_complex:
             raise TraceError(f"a captured tensor has dtype {tensor.dtype}: use a real dtype")
         if not tensor.ndim and tensor.device.type == "cpu" and _has_value(tensor):
+            self.has_read = True
             return self.number(tensor.item(), _readable(tensor.dtype))
         for axis, index in enumerate(indices):
             if index.dtype.is_floating_point or index.dtype == torch.bool:
@@ -190,12 +192,13 @@ def _types(
 
     Asked on 0-dim tensors, and on Python numbers where the operand is one.
     """
-    samples: list[Any] = [_sample(k) for k in kinds]
     default = torch.get_default_dtype()
     torch.set_default_dtype(real)
     try:
-        dtype = TABLE[name].evaluate(*samples).dtype
-        common = torch.result_type(*samples[:2]) if name in _COMPARISONS else dtype
+        with torch._C.DisableTorchFunction():  # this is not the mod's doing
+            samples: list[Any] = [_sample(k) for k in kinds]
+            dtype = TABLE[name].evaluate(*samples).dtype
+            common = torch.result_type(*samples[:2]) if name in _COMPARISONS else dtype
     finally:
         torch.set_default_dtype(default)
     dtype, common = (torch.float32 if d in HALF else d for d in (dtype, common))

@@ -20,6 +20,11 @@ def _is_users(code: CodeType) -> bool:
     return not code.co_filename.startswith((_OWN, _TORCH, "<frozen", "<string"))
 
 
+def is_torch(code: CodeType) -> bool:
+    """Whether it is part of torch."""
+    return code.co_filename.startswith(_TORCH)
+
+
 class Site(NamedTuple):
     """A place in the user's code; its text is made when somebody reads it."""
 

@@ -28,8 +28,7 @@ def specialize(program: Program, extents: Mapping[str, int]) -> Program:
     [-length, length)) or "check" (may be out of range).
     """
     shapes = tuple(c.shape for c in program.captures)
-    numbers = tuple(map(repr, program.numbers))  # 0.0 equals -0.0
-    memory = (program.key, numbers, shapes, tuple(extents.items()))
+    memory = (program.identity, shapes, tuple(extents.items()))
     if memory not in _memory:
         hoisted, order = hoist(program, _ends(program, extents))
         instructions, moved = _Narrower(hoisted, _ends(hoisted, extents)).run()

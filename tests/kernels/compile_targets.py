@@ -31,8 +31,8 @@ from flexmod.attention import make_problem
 from flexmod.kernels import tuning
 from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.backward import Backward
-from flexmod.kernels.fa2.forward import prepare
-from flexmod.kernels.fa2.kernel import Launch
+from flexmod.kernels.fa2.forward import Forward
+from flexmod.kernels.launch import Launch, readable
 from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Saved
 from flexmod.program.gradient import differentiate
@@ -119,15 +119,16 @@ def cases(groups: list[str]) -> Iterator[Case]:
 def measure(case: Case, hints: dict[str, int]) -> Usage | None:
     """Compile one kernel as the engine would launch it; None: no tiles fit, the engine refuses."""
     gpu, limit = TARGETS[case.arch]
-    launch, planned = _launch(case, tuning.Target(case.arch, limit), hints)
-    if launch is None:
+    prepared = _prepared(case, tuning.Target(case.arch, limit), hints)
+    if prepared is None:
         return None
+    launch, tensors, planned = prepared
     tiles = launch.tiles
     sizes = (tiles.q, tiles.kv, tiles.warps, tiles.stages)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
     started = time.perf_counter()
     try:
-        kernel = triton.compile(_source(launch), target=gpu, options=options)
+        kernel = triton.compile(_source(launch, tensors), target=gpu, options=options)
     except Exception as error:
         seconds = time.perf_counter() - started
         return Usage(case, sizes, 0, planned, 0, 0, seconds, f"{type(error).__name__}: {error}")
@@ -135,17 +136,20 @@ def measure(case: Case, hints: dict[str, int]) -> Usage | None:
     return Usage(case, sizes, kernel.metadata.shared, planned, *_resources(kernel, gpu), seconds)
 
 
-def _launch(case: Case, found: tuning.Target, hints: dict[str, int]) -> tuple[Launch | None, int]:
-    """The launch of a case, and the bytes of shared memory that it was planned with."""
+def _prepared(
+    case: Case, found: tuning.Target, hints: dict[str, int]
+) -> tuple[Launch, list[torch.Tensor], int] | None:
+    """The launch of a case, its tensors, and the bytes of shared memory it was planned with."""
     dtype = getattr(torch, case.dtype)
     inputs = Inputs(*(torch.zeros(1, 2, SEQLEN, case.head_dim, dtype=dtype) for _ in range(3)))
     score_mod, mask_mod = MODS[case.mod]()
     score = trace(score_mod, "score") if score_mod else None
     problem = make_problem(inputs, score, mask_mod, options=hints)
     if tuning.plan(problem, found, case.kernel) is None:
-        return None, 0
+        return None
     if case.kernel == "forward":
-        launch, _ = prepare(problem, inputs, found)
+        run = Forward(problem, inputs, found)
+        launch, tensors = run.launch, run.tensors(problem.operands(inputs), run.empty(inputs.query))
     else:
         if score is not None:
             slots = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
@@ -154,16 +158,21 @@ def _launch(case: Case, found: tuning.Target, hints: dict[str, int]) -> tuple[La
             problem = replace(problem, gradient=replace(gradient, program=narrow))
         lse = torch.zeros(1, 2, SEQLEN, dtype=problem.work_dtype)
         saved = Saved(inputs.query, lse, inputs.query, None)
-        call = Backward(problem, inputs, saved, sums.plan(problem), found)
-        launch = call.over_queries() if case.kernel == "backward_query" else call.over_keys()
+        back = Backward(problem, inputs, saved, sums.plan(problem), found)
+        given = problem.operands(inputs)
+        both = back.tensors(given, saved, back.empty(), back.buffers.make())
+        at = ("backward_query", "backward_key").index(case.kernel)
+        launch, tensors = (back.over_queries, back.over_keys)[at], both[at]
     work, tiles = tuning.work_of(problem, found, case.kernel), launch.tiles
-    return launch, shared_bytes(work, tiles.q, tiles.kv, tiles.stages)
+    planned = shared_bytes(work, tiles.q, tiles.kv, tiles.stages)
+    return launch, [x if x.dtype != torch.bool else readable(x) for x in tensors], planned
 
 
-def _source(launch: Launch) -> ASTSource:
+def _source(launch: Launch, tensors: list[torch.Tensor]) -> ASTSource:
     """The kernel with the argument types of its launch; tensors are 16-byte aligned."""
     kernel, signature, aligned = launch.kernel, {}, {}
-    for number, (parameter, value) in enumerate(zip(kernel.params, launch.arguments, strict=False)):
+    values = [*tensors, *launch.fixed, 0, 0]
+    for number, (parameter, value) in enumerate(zip(kernel.params, values, strict=False)):
         signature[parameter.name] = _type(value, parameter)
         if isinstance(value, torch.Tensor) and not parameter.do_not_specialize:
             aligned[(number,)] = [["tt.divisibility", 16]]

@@ -7,8 +7,9 @@ import importlib.util
 import pytest
 import torch
 
+from flexmod.kernels.launch import readable
 from flexmod.kernels.templates import device_functions
-from flexmod.program.emit import arguments, emit
+from flexmod.program.emit import emit, values
 from flexmod.program.evaluate import evaluate
 from flexmod.program.ops import TABLE
 from flexmod.program.specialize import specialize
@@ -52,7 +53,8 @@ def run(program, size, dtype, folder):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     out = torch.empty(size, dtype=torch.int8 if dtype == torch.bool else dtype)
-    module.kernel[(1,)](out, *arguments(narrow), SIZE=size)
+    tensors = map(readable, narrow.captures)
+    module.kernel[(1,)](out, *tensors, *values(narrow), SIZE=size)
     return (out != 0) if dtype == torch.bool else out
 
 

@@ -7,12 +7,12 @@ that is how its kernels are tested without a GPU. The kernels are `templates/fa2
 from __future__ import annotations
 
 from flexmod.kernels import tuning
-from flexmod.kernels.fa2.backward import backward
-from flexmod.kernels.fa2.forward import forward
+from flexmod.kernels.fa2.backward import backward, prepare_backward
+from flexmod.kernels.fa2.forward import forward, prepare
 from flexmod.kernels.fa2.target import target
 from flexmod.kernels.problem import Problem
 
-__all__ = ["backward", "forward", "refuses"]
+__all__ = ["backward", "forward", "prepare", "prepare_backward", "refuses"]
 
 
 def refuses(problem: Problem) -> str | None:

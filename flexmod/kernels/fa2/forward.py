@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from flexmod.kernels import tuning
 from flexmod.kernels.fa2 import kernel
 from flexmod.kernels.fa2.target import target
-from flexmod.kernels.problem import Inputs, Problem, Result, new_output
+from flexmod.kernels.launch import Launch
+from flexmod.kernels.problem import Inputs, Operands, Problem, Result, new_output
 
 
 def fitted(problem: Problem, tiles: tuning.Tiles) -> tuple[Problem, tuning.Tiles]:
@@ -23,35 +25,80 @@ def fitted(problem: Problem, tiles: tuning.Tiles) -> tuple[Problem, tuning.Tiles
 
 
 def forward(problem: Problem, inputs: Inputs) -> Result:
+    return prepare(problem, inputs)(problem.operands(inputs))
+
+
+def prepare(problem: Problem, inputs: Inputs) -> Forward:
+    """What runs this call, and every other that differs in its operands alone."""
     found = target(problem.device)
     assert isinstance(found, tuning.Target)
-    launch, result = prepare(problem, inputs, found)
-    launch.run()
-    return Result(result.out.to(problem.dtype), result.lse, result.max_scores)
+    return Forward(problem, inputs, found)
 
 
-def prepare(problem: Problem, inputs: Inputs, found: tuning.Target) -> tuple[kernel.Launch, Result]:
-    """The launch, and the tensors that it will fill."""
-    tiles = tuning.plan(problem, found, "forward")
-    assert tiles is not None  # `refuses` has looked
-    problem, tiles = fitted(problem, tiles)
-    ready = Inputs(*kernel.prepared(inputs, found))
-    out = new_output(problem, ready.query)
-    fields = kernel.fields(problem, ready, [out], tiles, found)
-    fields["HAS_SINK"] = problem.sink is not None
-    module = kernel.load("fa2_forward.py.jinja", problem, fields, tiles, found)
-    shape = (problem.batch, problem.heads, problem.q_len)
-    lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
-    result = Result(out, lse, torch.empty_like(lse))
-    runs = problem.mask.runs if problem.mask else None
-    rows = problem.mask.grid.rows if problem.mask else 0
-    spans, table, *plane_strides = kernel.map_arguments(problem, runs, rows)
-    sink = lse if problem.sink is None else problem.sink.detach().to(problem.work_dtype)
-    arguments = [
-        *ready, *result, spans, table, problem.scale,
-        sink, *kernel.dropout_arguments(problem),
-        problem.heads, problem.group, problem.q_len, problem.kv_len,
-        *kernel.strides(ready, out), *plane_strides, *kernel.mod_arguments(problem, found),
-    ]  # fmt: skip
-    programs = -(-problem.q_len // tiles.q) * problem.batch * problem.heads
-    return kernel.Launch(module, "forward", programs, arguments, fields, tiles), result
+class Forward:
+    """One launch, for all calls of one shape. It keeps no tensor of the call it was made for."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, found: tuning.Target) -> None:
+        tiles = tuning.plan(problem, found, "forward")
+        assert tiles is not None  # `refuses` has looked
+        problem, tiles = fitted(problem, tiles)
+        self.block_size = problem.mask.block_size if problem.mask else None
+        self.dtype, self.work_dtype = problem.dtype, problem.work_dtype
+        self.wants_max_scores = problem.wants_max_scores
+        self.written = kernel.written_dtype(problem.dtype, found)
+        self.is_dense = all(kernel.dense(x) is x for x in inputs)
+        ready = Inputs(*map(kernel.dense, inputs))
+        out = kernel.dense(new_output(problem, ready.query))
+        self.out_shape, self.out_strides = out.shape, out.stride()
+        self.lse_shape = out.shape[:3]
+        self.launch = self._launch(problem, ready, out, tiles, found)
+
+    def _launch(
+        self,
+        problem: Problem,
+        ready: Inputs,
+        out: Tensor,
+        tiles: tuning.Tiles,
+        found: tuning.Target,
+    ) -> Launch:
+        fields = kernel.fields(problem, ready, [out], tiles, found)
+        fields["HAS_SINK"] = problem.sink is not None
+        fields["HAS_MAXIMA"] = problem.wants_max_scores
+        module = kernel.load("fa2_forward.py.jinja", problem, fields, tiles, found)
+        rows = problem.mask.grid.rows if problem.mask else 0
+        fixed = (
+            *kernel.mod_values([problem.score, problem.mask_program]), problem.scale,
+            *kernel.dropout_values(problem), problem.heads, problem.group,
+            problem.q_len, problem.kv_len, *kernel.strides(ready, out),
+            *kernel.plane_strides(problem.mask, rows),
+        )  # fmt: skip
+        programs = -(-problem.q_len // tiles.q) * problem.batch * problem.heads
+        return Launch(module, "forward", programs, fixed, fields, tiles, problem.device)
+
+    def __call__(self, given: Operands) -> Result:
+        result = self.empty(given.query)
+        self.launch.run(self.tensors(given, result), kernel.words(given.seed))
+        if self.written != self.dtype:
+            return result._replace(out=result.out.to(self.dtype))
+        return result
+
+    def empty(self, query: Tensor) -> Result:
+        """What the kernel will fill, beside `query`."""
+        out = query.new_empty_strided(self.out_shape, self.out_strides, dtype=self.written)
+        lse = query.new_empty(self.lse_shape, dtype=self.work_dtype)
+        return Result(out, lse, torch.empty_like(lse) if self.wants_max_scores else None)
+
+    def tensors(self, given: Operands, result: Result) -> list[Tensor]:
+        """What the kernel reads and writes, in the order of its signature."""
+        inputs = given[:3] if self.is_dense else map(kernel.dense, given[:3])
+        out, lse, maxima = result
+        maxima = lse if maxima is None else maxima  # not written, and in these not read:
+        sink = spans = runs = lse
+        captures = given.captures
+        if given.sink is not None:
+            sink = given.sink.to(self.work_dtype).contiguous()
+        if given.mask is not None and self.block_size is not None:
+            live = given.mask.regrid(self.block_size).runs
+            spans, runs = live.spans, live.table
+            captures += given.mask.program.captures
+        return [*inputs, out, lse, maxima, spans, runs, sink, *captures]

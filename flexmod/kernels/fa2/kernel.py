@@ -1,31 +1,27 @@
-"""Kernels of the fa2 engine: their text, their compile-time fields, and their launch."""
+"""Kernels of the fa2 engine: their text, their compile-time fields, and their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.blocks.runs import Runs
-from flexmod.errors import BackendError
+from flexmod.blocks import BlockMask
 from flexmod.kernels import compile as kernel_cache
 from flexmod.kernels import dropout, templates, tuning
 from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.target import INTERPRETER
 from flexmod.kernels.problem import Inputs, Problem
 from flexmod.program import Program
-from flexmod.program.emit import Function, arguments, emit, is_wide
+from flexmod.program.emit import Function, emit, is_wide, values
 
-_IDENTITY = Function(
-    "@triton.jit\ndef score_mod(score, b, h, q_idx, kv_idx):\n    return score\n", ()
-)
-_ALL_VISIBLE = Function("@triton.jit\ndef mask_mod(b, h, q_idx, kv_idx):\n    return True\n", ())
+_IDENTITY = Function("@triton.jit\ndef score_mod(score, b, h, q_idx, kv_idx):\n    return score\n")
+_ALL_VISIBLE = Function("@triton.jit\ndef mask_mod(b, h, q_idx, kv_idx):\n    return True\n")
 _PASSED = Function(
-    "@triton.jit\ndef gradient_mod(grad, score, b, h, q_idx, kv_idx):\n    return (grad,)\n", ()
+    "@triton.jit\ndef gradient_mod(grad, score, b, h, q_idx, kv_idx):\n    return (grad,)\n"
 )
 
 
@@ -123,81 +119,15 @@ def _signature(program: Program | None) -> object:
     return program.key, tuple(is_wide(c) for c in program.captures)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with its arguments, ready to run."""
-
-    module: ModuleType
-    name: str
-    programs: int  # on a one-dimensional grid, which has no limit of 65,535
-    arguments: list[Any]
-    fields: dict[str, Any]  # compile-time arguments
-    tiles: tuning.Tiles
-
-    @property
-    def kernel(self) -> Any:
-        return getattr(self.module, self.name)
-
-    def run(self) -> None:
-        """Whatever Triton raises becomes one BackendError.
-
-        A module serves one specialisation, so that after its first launch the compiled kernel is
-        launched directly, unless an argument could change its type: misaligned tensors, wide ints.
-        """
-        direct: dict[Any, Any] = self.module.__dict__.setdefault("_direct", {})
-        fixed = self.fields["ALIGNED"] and all(
-            not isinstance(a, int) or -(2**31) <= a < 2**31 for a in self.arguments
-        )
-        key = (self.name, self.arguments[0].device.index) if fixed else None
-        try:
-            if self.fields["DESCRIPTORS"]:
-                _lend_scratch()
-            if key in direct:
-                names = self.kernel.arg_names[len(self.arguments) :]
-                constants = [self.fields[name] for name in names]
-                direct[key][(self.programs, 1, 1)](*self.arguments, *constants)
-                return
-            compiled = self.kernel[(self.programs,)](
-                *self.arguments,
-                **self.fields,
-                num_warps=self.tiles.warps,
-                num_stages=self.tiles.stages,
-                enable_fp_fusion=True,
-            )
-        except Exception as error:
-            raise BackendError(f"fa2 could not build or launch its kernel: {error}") from error
-        if key is not None and hasattr(compiled, "launch_metadata"):  # not in the interpreter
-            direct[key] = compiled
+def written_dtype(dtype: torch.dtype, target: tuning.Target) -> torch.dtype:
+    """Type of what a kernel writes: Triton's interpreter has no right bfloat16."""
+    return torch.float32 if dtype == torch.bfloat16 and target is INTERPRETER else dtype
 
 
-def _lend_scratch() -> None:
-    """Descriptors made in a kernel are kept in memory that Triton asks for at each launch."""
-    import triton
-
-    triton.set_allocator(
-        lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda")
-    )
-
-
-def prepared(tensors: Sequence[Tensor], target: tuning.Target) -> list[Tensor]:
-    """The last axis dense, and every tensor as the kernel can read it."""
-    dense = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
-    return [readable(x, target) for x in dense]
-
-
-def readable(x: Any, target: tuning.Target) -> Any:
-    """Triton's interpreter keeps bfloat16 as raw bits and computes nonsense with it."""
-    half = isinstance(x, Tensor) and x.dtype == torch.bfloat16
-    return x.float() if half and target is INTERPRETER else x
-
-
-def mod_arguments(problem: Problem, target: tuning.Target, gradient: bool = False) -> list[Any]:
-    """What the mods of a kernel read: captured tensors with their strides, and numbers."""
-    programs = [problem.score, problem.mask_program]
-    if gradient and problem.gradient is not None:
-        programs.append(problem.gradient.program)
-    values = [value for p in programs if p is not None for value in arguments(p)]
-    return [readable(v, target) for v in values]
+def dense(x: Tensor) -> Tensor:
+    """As the kernels read queries, keys and values: the last axis dense, no pending sign."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def strides(inputs: Inputs, last: Tensor) -> list[int]:
@@ -209,19 +139,24 @@ def strides(inputs: Inputs, last: Tensor) -> list[int]:
     return [s for stride in found for s in stride]
 
 
-def map_arguments(
-    problem: Problem, runs: Runs | None, rows: int
-) -> tuple[Tensor, Tensor, int, int]:
-    """spans, runs, and how far the planes of the map are apart in rows (0: shared)."""
-    if problem.mask is None or runs is None:
-        nothing = torch.empty(1, dtype=torch.int32, device=problem.device)
-        return nothing, nothing, 0, 0
-    grid = problem.mask.grid
-    b = rows * grid.heads if grid.batch > 1 else 0
-    return runs.spans, runs.table, b, rows if grid.heads > 1 else 0
+def plane_strides(mask: BlockMask | None, rows: int) -> tuple[int, int]:
+    """How far the planes of a map are apart, in its `rows` of blocks (0: shared)."""
+    if mask is None:
+        return 0, 0
+    grid = mask.grid
+    return (rows * grid.heads if grid.batch > 1 else 0), (rows if grid.heads > 1 else 0)
 
 
-def dropout_arguments(problem: Problem) -> tuple[float, int, int, int]:
-    """1 / (1 - p), the seed in two words, and the threshold of `dropout.keep`."""
-    seed, p = problem.dropout_seed, problem.dropout_p
-    return 1 / (1 - p), seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, dropout.threshold(p)
+def mod_values(programs: Sequence[Program | None]) -> list[int | float]:
+    """Strides, sizes and numbers that the mods of a kernel read, in the order of `load`'s text."""
+    return [value for p in programs if p is not None for value in values(p)]
+
+
+def dropout_values(problem: Problem) -> tuple[float, int]:
+    """1 / (1 - p), and the threshold of `dropout.keep`."""
+    return 1 / (1 - problem.dropout_p), dropout.threshold(problem.dropout_p)
+
+
+def words(seed: int) -> tuple[int, int]:
+    """The seed of dropout as the kernels take it."""
+    return seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF

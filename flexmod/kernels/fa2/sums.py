@@ -7,7 +7,7 @@ row       q_idx too: one sum a row            column  kv_idx too: one sum a colu
 diagonal  only kv_idx - q_idx (a relative bias): one sum a diagonal of a tile, then an atomic add
 element   anything else: an atomic add an element
 
-The sums go to buffers; `scatter` adds these to the tensors' gradients by the indices.
+The sums go to buffers; `fa2.scatter` adds these to the tensors' gradients by the indices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.kernels.captures import Accumulator
 from flexmod.kernels.problem import Problem
 from flexmod.kernels.tuning import Tiles
 from flexmod.program import Program
@@ -40,42 +39,63 @@ class Plan:
     def uses_atomics(self) -> bool:
         return not {"diagonal", "element"}.isdisjoint(self.kinds)
 
-    def buffers(self, problem: Problem, tiles: Tiles) -> list[Tensor]:
-        """Zeros for the sums of each load, for the tiles of `backward_query`."""
-        planes = (problem.batch, problem.heads)
+    def buffers(self, problem: Problem, tiles: Tiles) -> Buffers:
+        """Of the sums of each load, for the tiles of the kernel over queries."""
+        planes, margin = (problem.batch, problem.heads), tiles.q + tiles.kv
         rows, keys = problem.q_len, problem.kv_len
-        found = []
-        for load, kind in zip(self.loads, self.kinds, strict=True):
-            assert problem.score is not None
-            shape = {
-                "plane": (*planes, -(-rows // tiles.q)),
-                "row": (*planes, rows),
-                "column": (*planes, keys),
-                "diagonal": (*planes, rows + keys + 2 * (tiles.q + tiles.kv)),
-                "element": (problem.score.captures[load.slot].numel(),),
-            }[kind]
-            found.append(torch.zeros(shape, dtype=problem.work_dtype, device=problem.device))
-        return found
+        shapes = {
+            "plane": (*planes, -(-rows // tiles.q)),
+            "row": (*planes, rows),
+            "column": (*planes, keys),
+            "diagonal": (*planes, rows + keys + 2 * margin),
+        }
+        captures = problem.score.captures if problem.score else ()
+        pairs = zip(self.loads, self.kinds, strict=True)
+        found = [shapes.get(kind) or (captures[load.slot].numel(),) for load, kind in pairs]
+        inside = slice(margin + 1, margin + rows + keys)
+        return Buffers(self.kinds, tuple(found), inside, problem.work_dtype, problem.device)
 
-    def arguments(self, problem: Problem, buffers: list[Tensor]) -> list[Any]:
-        """What `parameters` of the text stand for."""
-        values: list[Any] = []
-        for load, kind, buffer in zip(self.loads, self.kinds, buffers, strict=True):
-            assert problem.score is not None
-            values.append(buffer)
-            if kind == "element":
-                values += problem.score.captures[load.slot].shape
-        return values
+    def sizes(self, problem: Problem) -> list[int]:
+        """What `sizes` of the text stand for."""
+        assert problem.score is not None or not self.loads
+        captures = problem.score.captures if problem.score else ()
+        pairs = zip(self.loads, self.kinds, strict=True)
+        return [n for load, kind in pairs if kind == "element" for n in captures[load.slot].shape]
 
-    def scatter(self, problem: Problem, buffers: list[Tensor]) -> dict[int, Tensor]:
-        """Gradients of the captured tensors, by slot."""
-        total = Accumulator(problem)
-        for load, kind, buffer in zip(self.loads, self.kinds, buffers, strict=True):
-            if kind == "element":
-                total.sums[load.slot] += buffer
-            else:
-                total.add_reduced(load, kind, buffer)
-        return total.totals()
+
+@dataclass(frozen=True)
+class Buffers:
+    """Where the kernels leave their sums: one tensor a load.
+
+    inside: those of a diagonal buffer that are diagonals of the call; tiles that stick out of it
+    write beside them.
+    """
+
+    kinds: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    inside: slice
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> list[Tensor]:
+        """Zeros where kernels add; the others are written throughout."""
+        adding = ("diagonal", "element")
+        return [
+            (torch.zeros if kind in adding else torch.empty)(
+                shape, dtype=self.dtype, device=self.device
+            )
+            for kind, shape in zip(self.kinds, self.shapes, strict=True)
+        ]
+
+    def inner(self, n: int, value: Tensor) -> Tensor:
+        """The part of a buffer that belongs to the call."""
+        return value[..., self.inside] if self.kinds[n] == "diagonal" else value
+
+    def inner_shape(self, n: int) -> tuple[int, ...]:
+        *planes, last = self.shapes[n]
+        if self.kinds[n] == "diagonal":
+            last = self.inside.stop - self.inside.start
+        return (*planes, last)
 
 
 NOTHING = Plan()
@@ -105,34 +125,41 @@ def _kind(program: Program, load: LoadGradient, lines: list[Any]) -> str:
     return "diagonal" if all(i.by_difference for i in indices) else "element"
 
 
+def tensors(plan: Plan) -> list[str]:
+    """Names of the buffers in the signature of the backward kernels."""
+    return [f"sum{n}" for n in range(len(plan.loads))]
+
+
+def sizes(plan: Plan) -> list[str]:
+    """Names of the lengths of captured tensors there."""
+    return [
+        f"sum{n}_size{axis}"
+        for n, (load, kind) in enumerate(zip(plan.loads, plan.kinds, strict=True))
+        if kind == "element"
+        for axis in range(len(load.indices))
+    ]
+
+
 def parameters(plan: Plan) -> list[str]:
-    """Names beside the mods' own in the signature of the backward kernels."""
-    names = []
-    for n, (load, kind) in enumerate(zip(plan.loads, plan.kinds, strict=True)):
-        names.append(f"sum{n}")
-        if kind == "element":
-            names += [f"sum{n}_size{axis}" for axis in range(len(load.indices))]
-    return names
+    return tensors(plan) + sizes(plan)
 
 
 @lru_cache(maxsize=256)
 def query_functions(plan: Plan) -> str:
     """Text of start_query_sums, add_query_sums and store_query_sums."""
     kept = [n for n, kind in enumerate(plan.kinds) if kind in ("plane", "row")]
-    start = [{"plane": "tl.full((), 0.0, work)", "row": "tl.zeros([TILE_Q], work)"}[plan.kinds[n]]
-             for n in kept]  # fmt: skip
+    start = ["tl.zeros([TILE_Q], work)"] * len(kept)  # by rows: no warp waits for another
     signature = "".join(f", {name}" for name in parameters(plan))
     lines = []
     for n, (load, kind) in enumerate(zip(plan.loads, plan.kinds, strict=True)):
         if kind in _BY_QUERY:
             lines += [_value(n, load), *_ADDITIONS.get(kind, lambda *_: [])(n, load)]
     place = {n: position for position, n in enumerate(kept)}
-    added = [f"sums[{place[n]}] + tl.sum(value{n}{', 1' if plan.kinds[n] == 'row' else ''})"
-             for n in kept]  # fmt: skip
+    added = [f"sums[{place[n]}] + tl.sum(value{n}, 1)" for n in kept]
     stores = []
     for n in kept:
         if plan.kinds[n] == "plane":
-            stores.append(f"tl.store(sum{n} + plane * tiles + tile, sums[{place[n]}])")
+            stores.append(f"tl.store(sum{n} + plane * tiles + tile, tl.sum(sums[{place[n]}]))")
         else:
             address = f"sum{n} + plane.to(tl.int64) * q_len + rows"
             stores.append(f"tl.store({address}, sums[{place[n]}], mask=rows < q_len)")

@@ -1,0 +1,140 @@
+"""A kernel with the arguments that the shape of a call decides, ready for those of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import BackendError
+from flexmod.kernels.tuning import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel for every call of one shape.
+
+    A kernel's signature is: tensors, which each call brings; `fixed`; words, which each call brings
+    too (the seed of dropout); the compile-time `fields`. What a call brings does not change the
+    machine code: so this is found once, and launched directly from then on.
+    """
+
+    module: ModuleType
+    name: str
+    programs: int  # on a one-dimensional grid, which has no limit of 65,535
+    fixed: tuple[int | float, ...]  # lengths, strides, numbers
+    fields: dict[str, Any]
+    tiles: Tiles
+    device: torch.device
+    _direct: list[Callable[..., None]] = field(default_factory=list, repr=False)  # one, if found
+
+    @property
+    def kernel(self) -> Any:
+        return getattr(self.module, self.name)
+
+    def run(self, tensors: Sequence[Tensor], words: Sequence[int] = ()) -> None:
+        """Whatever Triton raises becomes one BackendError."""
+        device = self.device.index
+        if device is not None and torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return self.run(tensors, words)
+        try:
+            if self._direct:
+                self._direct[0](tensors, words)
+            else:
+                self._first(tensors, words)
+        except Exception as error:
+            raise BackendError(
+                f"{self.name}: the kernel could not be built or launched: {error}"
+            ) from error
+
+    def _first(self, tensors: Sequence[Tensor], words: Sequence[int]) -> None:
+        """By Triton's own way, which compiles where needed, unless a launch alike did so before.
+
+        Machine code depends on what `fields` and the module say, the device, the alignment of
+        tensors, and which integers need 64 bits.
+        """
+        known: dict[Any, Any] = self.module.__dict__.setdefault("_compiled", {})
+        aligned = tuple(x.data_ptr() % 16 == 0 for x in tensors)
+        wide = tuple(isinstance(n, int) and not -(2**31) <= n < 2**31 for n in self.fixed)
+        key = (self.name, self.device.index, aligned, wide)
+        if key not in known:
+            lend_scratch()
+            compiled = self.kernel[(self.programs,)](
+                *(readable(x) for x in tensors),
+                *self.fixed,
+                *words,
+                **self.fields,
+                num_warps=self.tiles.warps,
+                num_stages=self.tiles.stages,
+                enable_fp_fusion=True,
+            )
+            if hasattr(compiled, "packed_metadata"):  # not in the interpreter
+                known[key] = compiled
+        if key in known:
+            self._direct.append(self._launcher(known[key]))
+
+    def _launcher(self, compiled: Any) -> Callable[[Sequence[Tensor], Sequence[int]], None]:
+        """What launches a compiled kernel directly: the end of Triton's runner.
+
+        While a profiler listens to launches, Triton's runner is called, which tells it.
+        """
+        from triton import knobs
+        from triton.runtime.driver import driver
+
+        launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        stream_of, listeners = driver.active.get_current_stream, knobs.runtime
+        needs_scratch = getattr(launch, "global_scratch_size", 1) > 0
+        programs, device, fixed = self.programs, self.device.index, self.fixed
+        constants = [self.fields[n] for n in self.kernel.arg_names if n in self.fields]
+
+        def run(tensors: Sequence[Tensor], words: Sequence[int]) -> None:
+            if needs_scratch:
+                lend_scratch()
+            enter, leave = listeners.launch_enter_hook, listeners.launch_exit_hook
+            pointers = [x.data_ptr() for x in tensors]
+            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+                compiled[(programs, 1, 1)](*pointers, *fixed, *words, *constants)
+                return
+            launch(
+                programs, 1, 1, stream_of(device), function, metadata, None, None, None,
+                *pointers, *fixed, *words, *constants,
+            )  # fmt: skip
+
+        return run
+
+
+@cache
+def _set_allocator() -> Callable[[Any], None]:
+    import triton
+
+    return triton.set_allocator  # type: ignore[no-any-return]
+
+
+def lend_scratch() -> None:
+    """Descriptors made in a kernel are kept in memory that Triton asks for at each launch."""
+    _set_allocator()(_scratch)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def readable(x: Tensor) -> Tensor:
+    """A tensor as Triton takes it: without a gradient, booleans as bytes.
+
+    Triton's interpreter, which CPU tensors are for, keeps bfloat16 as raw bits and computes
+    nonsense with it: there it becomes float32, of the same strides.
+    """
+    x = x.detach()
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        return whole.float().as_strided(x.shape, x.stride(), x.storage_offset())
+    return x
