@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 from flexmod.errors import ArgumentError, BackendError
+from flexmod.kernels.launch import TooLarge
 from flexmod.kernels.problem import (
     Gradients,
     Inputs,
@@ -95,10 +96,13 @@ def instead(error: BackendError, choice: Choice) -> ModuleType:
 
 
 def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:
-    try:
-        return call(backend(choice.name))
-    except BackendError as error:
-        return call(instead(error, choice))
+    while True:
+        try:
+            return call(backend(choice.name))
+        except TooLarge:  # the next tiles that are planned are smaller, until there are none
+            continue
+        except BackendError as error:
+            return call(instead(error, choice))
 
 
 def _warn_once(reason: str, instead: str) -> None:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import BackendError
+from flexmod.kernels import tuning
+from flexmod.kernels.memory import Work
 from flexmod.kernels.tuning import Tiles
+
+
+class TooLarge(BackendError):
+    """A device had no room for the tiles of a kernel: plan again, and they will be smaller."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +37,7 @@ class Launch:
     fields: dict[str, Any]
     tiles: Tiles
     device: torch.device
+    work: Work | None = None  # what the planner knows the kernel as
     _direct: list[Callable[..., None]] = field(default_factory=list, repr=False)  # one, if found
 
     @property
@@ -38,7 +45,7 @@ class Launch:
         return getattr(self.module, self.name)
 
     def run(self, tensors: Sequence[Tensor], words: Sequence[int] = ()) -> None:
-        """Whatever Triton raises becomes one BackendError."""
+        """Whatever Triton raises becomes one BackendError, TooLarge where smaller tiles may do."""
         device = self.device.index
         if device is not None and torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
@@ -49,9 +56,11 @@ class Launch:
             else:
                 self._first(tensors, words)
         except Exception as error:
-            raise BackendError(
-                f"{self.name}: the kernel could not be built or launched: {error}"
-            ) from error
+            why = f"{self.name}: the kernel could not be built or launched: {error}"
+            if self.work is not None and _is_out_of_room(error):
+                tuning.refuse(self.work, self.tiles)
+                raise TooLarge(why) from error
+            raise BackendError(why) from error
 
     def _first(self, tensors: Sequence[Tensor], words: Sequence[int]) -> None:
         """By Triton's own way, which compiles where needed, unless a launch alike did so before.
@@ -123,6 +132,12 @@ def lend_scratch() -> None:
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _is_out_of_room(error: Exception) -> bool:
+    from triton.runtime.errors import OutOfResources
+
+    return isinstance(error, OutOfResources)
 
 
 def readable(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from flexmod.bounded import Bounded
 from flexmod.counters import COUNTS
 from flexmod.errors import BackendError
 from flexmod.kernels import choose
+from flexmod.kernels.launch import TooLarge
 from flexmod.kernels.problem import Gradients, Inputs, Operands, Problem, Result, Saved
 
 
@@ -45,6 +46,13 @@ class Prepared:
             return choose.forward(self.problem(given), Inputs(*given[:3]), self.choice)
         try:
             return self._forward(given)
+        except TooLarge:
+            problem, inputs = self.problem(given), Inputs(*given[:3])
+            result = choose.forward(problem, inputs, self.choice)
+            self._forward = None
+            with suppress(BackendError):  # with the tiles that were found
+                self._forward = self._engine.prepare(problem, inputs)
+            return result
         except BackendError as error:
             engine = choose.instead(error, self.choice)
             return engine.forward(self.problem(given), Inputs(*given[:3]))
@@ -64,6 +72,15 @@ class Prepared:
             if run is None:
                 return choose.backward(problem, inputs, saved, self.choice)
             return self._backwards.keep(key, run)(given, saved)
+        except TooLarge:
+            problem, inputs = self.problem(given), Inputs(*given[:3])
+            gradients = choose.backward(problem, inputs, saved, self.choice)
+            self._backwards.pop(key, None)
+            with suppress(BackendError):  # with the tiles that were found
+                run = self._engine.prepare_backward(problem, inputs, saved)
+                if run is not None:
+                    self._backwards.keep(key, run)
+            return gradients
         except BackendError as error:
             engine = choose.instead(error, self.choice)
             return engine.backward(self.problem(given), Inputs(*given[:3]), saved)

@@ -94,7 +94,8 @@ class Backward:
             problem.batch // ready.key.shape[0], problem.q_len, problem.kv_len,
             *kernel.strides(ready, d_out), *out.stride()[:3], *kernel.plane_strides(mask, rows),
         )  # fmt: skip
-        launch = Launch(module, name, programs, fixed, fields, tiles, problem.device)
+        work = tuning.work_of(problem, self._found, name)
+        launch = Launch(module, name, programs, fixed, fields, tiles, problem.device, work)
         return launch, mask.block_size if mask else None
 
     def __call__(self, given: Operands, saved: Saved) -> Gradients:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexmod.errors import BackendError
 from flexmod.kernels import tuning
 from flexmod.kernels.fa2 import kernel
 from flexmod.kernels.fa2.target import target
@@ -40,7 +41,8 @@ class Forward:
 
     def __init__(self, problem: Problem, inputs: Inputs, found: tuning.Target) -> None:
         tiles = tuning.plan(problem, found, "forward")
-        assert tiles is not None  # `refuses` has looked
+        if tiles is None:
+            raise BackendError(f"fa2 cannot serve this call: {tuning.limit(problem, found)}")
         problem, tiles = fitted(problem, tiles)
         self.block_size = problem.mask.block_size if problem.mask else None
         self.dtype, self.work_dtype = problem.dtype, problem.work_dtype
@@ -73,7 +75,8 @@ class Forward:
             *kernel.plane_strides(problem.mask, rows),
         )  # fmt: skip
         programs = -(-problem.q_len // tiles.q) * problem.batch * problem.heads
-        return Launch(module, "forward", programs, fixed, fields, tiles, problem.device)
+        work = tuning.work_of(problem, found, "forward")
+        return Launch(module, "forward", programs, fixed, fields, tiles, problem.device, work)
 
     def __call__(self, given: Operands) -> Result:
         result = self.empty(given.query)
