@@ -74,7 +74,7 @@ def flex_attention(
         dropout_seed: an int; default: drawn from torch's generator.
         deterministic: True: all gradients are bitwise equal from run to run; default:
             `torch.are_deterministic_algorithms_enabled()`.
-        backend: "fa2", "cpu" or "reference"; default: the best that can serve the call.
+        backend: "hopper", "fa2", "cpu" or "reference"; default: the best that can serve the call.
 
     Returns:
         out [B, Hq, Q, Ev] in the query's dtype and stride order. A row that sees no key is 0,

@@ -151,7 +151,7 @@ def explain(
         refusals=refusals
         if backend is None
         else {backend: choose.backend(backend).refuses(problem)},
-        tiles=_tiles(problem) if engine == "fa2" else None,
+        tiles=_tiles(problem, engine),
         blocks=mask.counts() if mask is not None else None,
         score=score,
         mask=mask.program if mask is not None else None,
@@ -179,7 +179,13 @@ def _steers(option: str) -> bool:
     return option.removeprefix("fwd_") in checks.TILE_OPTIONS
 
 
-def _tiles(problem: Problem) -> str | None:
+def _tiles(problem: Problem, engine: str | None) -> str | None:
+    if engine == "hopper":
+        from flexmod.kernels.hopper.tiles import describe
+
+        return describe(problem)
+    if engine != "fa2":
+        return None
     from flexmod.kernels import fa2
 
     target = fa2.target(problem.device)

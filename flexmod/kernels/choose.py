@@ -24,7 +24,7 @@ from flexmod.kernels.problem import (
 log = logging.getLogger("flexmod")
 # In order of preference. To add an engine, add its module here: it needs `refuses` and `forward`.
 # The reference comes last on purpose: it holds all scores in memory.
-BACKENDS = ("fa2", "cpu", "reference")
+BACKENDS = ("hopper", "fa2", "cpu", "reference")
 _SLOW = ("cpu", "reference")  # on a GPU: not what anybody hopes for
 _warned: set[str] = set()
 Returned = TypeVar("Returned")
@@ -91,8 +91,9 @@ def instead(error: BackendError, choice: Choice) -> ModuleType:
     """The engine for a call whose own could not build a kernel; raises if that was asked for."""
     if choice.is_forced:
         raise error
-    _warn_once(str(error), "cpu")
-    return backend("cpu")
+    name = "fa2" if choice.name == "hopper" else "cpu"
+    _warn_once(str(error), name)
+    return backend(name)
 
 
 def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:

@@ -38,6 +38,7 @@ class Launch:
     tiles: Tiles
     device: torch.device
     work: Work | None = None  # what the planner knows the kernel as
+    options: dict[str, Any] = field(default_factory=dict)  # more for the compiler
     _direct: list[Callable[..., None]] = field(default_factory=list, repr=False)  # one, if found
 
     @property
@@ -71,22 +72,23 @@ class Launch:
         known: dict[Any, Any] = self.module.__dict__.setdefault("_compiled", {})
         aligned = tuple(x.data_ptr() % 16 == 0 for x in tensors)
         wide = tuple(isinstance(n, int) and not -(2**31) <= n < 2**31 for n in self.fixed)
-        key = (self.name, self.device.index, aligned, wide)
-        if key not in known:
-            lend_scratch()
-            compiled = self.kernel[(self.programs,)](
-                *(readable(x) for x in tensors),
-                *self.fixed,
-                *words,
-                **self.fields,
-                num_warps=self.tiles.warps,
-                num_stages=self.tiles.stages,
-                enable_fp_fusion=True,
-            )
-            if hasattr(compiled, "packed_metadata"):  # not in the interpreter
-                known[key] = compiled
+        key = (self.name, self.device.index, aligned, wide, *self.fields.items())
         if key in known:
             self._direct.append(self._launcher(known[key]))
+            return self.run(tensors, words)
+        lend_scratch()
+        compiled = self.kernel[(self.programs,)](
+            *(readable(x) for x in tensors),
+            *self.fixed,
+            *words,
+            **self.fields,
+            num_warps=self.tiles.warps,
+            num_stages=self.tiles.stages,
+            enable_fp_fusion=True,
+            **self.options,
+        )
+        if hasattr(compiled, "packed_metadata"):  # not in the interpreter
+            known[key] = compiled
 
     def _launcher(self, compiled: Any) -> Callable[[Sequence[Tensor], Sequence[int]], None]:
         """What launches a compiled kernel directly: the end of Triton's runner.

@@ -52,7 +52,7 @@ def gathers(problem: Problem) -> bool:
     return problem.score is not None and dependence.gathers(problem.score)
 
 
-def _effort(problem: Problem) -> int:
+def effort(problem: Problem) -> int:
     programs = (problem.score, problem.mask_program)
     return max((dependence.effort(p) for p in programs if p is not None), default=0)
 
@@ -93,7 +93,7 @@ def mods_class(problem: Problem) -> str:
     """What tuning rows tell apart: mods that "gather", "long" ones, and the others, ""."""
     if gathers(problem):
         return "gather"
-    return "long" if _effort(problem) > _LONG_MODS else ""
+    return "long" if effort(problem) > _LONG_MODS else ""
 
 
 def _hints(problem: Problem, kernel: str) -> tuple[int | None, ...]:

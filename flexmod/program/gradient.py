@@ -35,6 +35,14 @@ class Gradient:
     loads: tuple[LoadGradient, ...]
     slots: tuple[int, ...] = ()
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether the score's gradient is that of the modified score, unchanged."""
+        if self.score is None:
+            return False
+        line = self.program.instructions[self.program.outputs[self.score]]
+        return line.op == "input" and line.attr == "grad"
+
 
 def differentiate(program: Program, slots: frozenset[int], with_score: bool = False) -> Gradient:
     """Trace the derivative rules backwards over a score program, and keep what is needed.

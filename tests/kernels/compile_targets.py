@@ -25,6 +25,7 @@ import triton
 from kernel_mods import MODS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexmod import trace
 from flexmod.attention import make_problem
@@ -32,13 +33,15 @@ from flexmod.kernels import tuning
 from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.backward import Backward
 from flexmod.kernels.fa2.forward import Forward
+from flexmod.kernels.hopper.backward import Backward as HopperBackward
+from flexmod.kernels.hopper.forward import Forward as HopperForward
 from flexmod.kernels.launch import Launch, readable
 from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Saved
 from flexmod.program.gradient import differentiate
 from flexmod.program.specialize import specialize
 
-GROUPS = ("mods", "few", "heads", "backward", "bounds", "wide")
+GROUPS = ("mods", "few", "heads", "backward", "hopper", "bounds", "wide")
 BOUNDS = (
     ("relative_bias", "sm_86", "bfloat16", 128),
     ("causal", "sm_86", "float32", 256, "backward_key"),
@@ -51,6 +54,7 @@ BOUNDS = (
     ("causal", "gfx942", "bfloat16", 512, "backward_query"),
 )
 SEQLEN = 1024  # long enough for full tiles
+LSE = torch.zeros(1, 2, SEQLEN)
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
     "sm_86": (GPUTarget("cuda", 86, 32), 99 << 10),
@@ -71,7 +75,7 @@ class Case:
     arch: str
     dtype: str
     head_dim: int
-    kernel: str = "forward"  # or backward_query, backward_key
+    kernel: str = "forward"  # or backward_query, backward_key, hopper_forward, hopper_backward
 
     @property
     def label(self) -> str:
@@ -108,6 +112,12 @@ def cases(groups: list[str]) -> Iterator[Case]:
         for kernel in ("backward_query", "backward_key"):
             pairs = [(mod, dim, arch) for mod, dim in named for arch in ARCHS]
             yield from (Case(mod, arch, "bfloat16", dim, kernel) for mod, dim, arch in pairs)
+    if "hopper" in groups:
+        mods = ("causal", "documents", "relative_bias", "checked_load", "composed")
+        pairs = [*((mod, 64) for mod in mods), ("none", 128), ("softcap_causal", 128)]
+        yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_forward") for mod, dim in pairs)
+        pairs = [("softcap_causal", 64), ("causal", 128)]
+        yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_backward") for mod, dim in pairs)
     if "bounds" in groups:
         yield from (Case(*case) for case in BOUNDS)
     if "wide" in groups:
@@ -126,6 +136,7 @@ def measure(case: Case, hints: dict[str, int]) -> Usage | None:
     tiles = launch.tiles
     sizes = (tiles.q, tiles.kv, tiles.warps, tiles.stages)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+    options |= launch.options
     started = time.perf_counter()
     try:
         kernel = triton.compile(_source(launch, tensors), target=gpu, options=options)
@@ -145,6 +156,16 @@ def _prepared(
     score_mod, mask_mod = MODS[case.mod]()
     score = trace(score_mod, "score") if score_mod else None
     problem = make_problem(inputs, score, mask_mod, options=hints)
+    if case.kernel == "hopper_forward":
+        run = HopperForward(problem, inputs, found)
+        given = problem.operands(inputs)
+        return run.launch, [LSE, *run.tensors(given, run.empty(inputs.query))], found.shared
+    if case.kernel == "hopper_backward":
+        saved = Saved(inputs.query, LSE, inputs.query, None)
+        back = HopperBackward(problem, inputs, saved, found)
+        given = problem.operands(inputs)
+        _, tensors, _ = back.tensors(given, saved, back.empty())
+        return back.passes[0].over_keys, tensors, found.shared
     if tuning.plan(problem, found, case.kernel) is None:
         return None
     if case.kernel == "forward":
@@ -179,7 +200,8 @@ def _source(launch: Launch, tensors: list[torch.Tensor]) -> ASTSource:
     signature |= dict.fromkeys(launch.fields, "constexpr")
     ordered = {name: signature.pop(name) for name in kernel.arg_names}
     assert not signature, f"no parameters for {list(signature)}"
-    return ASTSource(kernel, ordered, dict(launch.fields), aligned)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source(kernel, ordered, dict(launch.fields), aligned)
 
 
 def _type(value: Any, parameter: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 MODS = runpy.run_path(str(Path(__file__).parent / "kernel_mods.py"))["MODS"]
 TARGET = Target("sm_90", 227 << 10)
 TRAINED = ("none", "alibi_causal", "relative_bias", "softcap_causal")
-FILES = [f"forward_{name}" for name in MODS] + [f"backward_{name}" for name in TRAINED]
+HOPPER = ("softcap_causal",)
+FILES = [
+    *(f"forward_{name}" for name in MODS),
+    *(f"backward_{name}" for name in TRAINED),
+    *(f"hopper_{direction}_{name}" for name in HOPPER for direction in ("forward", "backward")),
+]
 
 
 @pytest.fixture
@@ -44,9 +50,10 @@ def rendered(monkeypatch):
     monkeypatch.setattr(kernels, "load", load)
 
     def text(file):
-        direction, _, name = file.partition("_")
+        engine = "hopper" if file.startswith("hopper_") else "fa2"
+        direction, _, name = file.removeprefix("hopper_").partition("_")
         found.clear()
-        {"forward": forward, "backward": backward}[direction](*MODS[name]())
+        {"forward": forward, "backward": backward}[direction](engine, *MODS[name]())
         assert len(set(found)) == 1
         return found[0]
 
@@ -59,17 +66,16 @@ def problem_of(score_mod, mask_mod):
     return make_problem(inputs, score, mask_mod), inputs, score
 
 
-def forward(score_mod, mask_mod):
-    from flexmod.kernels.fa2.forward import Forward
-
+def forward(engine, score_mod, mask_mod):
+    module = importlib.import_module(f"flexmod.kernels.{engine}.forward")
     problem, inputs, _ = problem_of(score_mod, mask_mod)
-    Forward(problem, inputs, TARGET)
+    module.Forward(problem, inputs, TARGET)
 
 
-def backward(score_mod, mask_mod):
+def backward(engine, score_mod, mask_mod):
     from flexmod.kernels.fa2 import sums
-    from flexmod.kernels.fa2.backward import Backward
 
+    module = importlib.import_module(f"flexmod.kernels.{engine}.backward")
     problem, inputs, score = problem_of(score_mod, mask_mod)
     if score is not None:
         floats = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
@@ -77,7 +83,8 @@ def backward(score_mod, mask_mod):
         narrow = specialize(gradient.program, problem.extents)
         problem = replace(problem, gradient=replace(gradient, program=narrow))
     saved = Saved(inputs.query, torch.zeros(1, 2, 1024), inputs.query, None)
-    Backward(problem, inputs, saved, sums.plan(problem), TARGET)
+    plan = () if engine == "hopper" else (sums.plan(problem),)
+    module.Backward(problem, inputs, saved, *plan, TARGET)
 
 
 @pytest.mark.parametrize("file", FILES)

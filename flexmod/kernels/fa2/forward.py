@@ -40,10 +40,7 @@ class Forward:
     """One launch, for all calls of one shape. It keeps no tensor of the call it was made for."""
 
     def __init__(self, problem: Problem, inputs: Inputs, found: tuning.Target) -> None:
-        tiles = tuning.plan(problem, found, "forward")
-        if tiles is None:
-            raise BackendError(f"fa2 cannot serve this call: {tuning.limit(problem, found)}")
-        problem, tiles = fitted(problem, tiles)
+        problem, tiles = self._plan(problem, found)
         self.block_size = problem.mask.block_size if problem.mask else None
         self.dtype, self.work_dtype = problem.dtype, problem.work_dtype
         self.wants_max_scores = problem.wants_max_scores
@@ -54,6 +51,12 @@ class Forward:
         self.out_shape, self.out_strides = out.shape, out.stride()
         self.lse_shape = out.shape[:3]
         self.launch = self._launch(problem, ready, out, tiles, found)
+
+    def _plan(self, problem: Problem, found: tuning.Target) -> tuple[Problem, tuning.Tiles]:
+        tiles = tuning.plan(problem, found, "forward")
+        if tiles is None:
+            raise BackendError(f"fa2 cannot serve this call: {tuning.limit(problem, found)}")
+        return fitted(problem, tiles)
 
     def _launch(
         self,

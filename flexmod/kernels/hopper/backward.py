@@ -1,0 +1,203 @@
+"""Backward of the hopper engine: before, over keys, after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod.kernels import fa2, tuning
+from flexmod.kernels.fa2 import kernel, sums
+from flexmod.kernels.fa2.backward import Backward as Portable
+from flexmod.kernels.fa2.target import target
+from flexmod.kernels.hopper import tiles
+from flexmod.kernels.launch import Launch
+from flexmod.kernels.problem import Gradients, Inputs, Operands, Problem, Saved
+from flexmod.program.gradient import differentiate
+
+_WARPS, _REGISTERS, _MOST = 8, 24, 168  # of a thread in the producer, and at the start
+_STAGES = {64: 3, 128: 2}  # tiles of queries in flight, by the padded head dimension
+_ROWS_BEFORE = 64
+_ELEMENTS_AFTER = 4096
+_TILES_A_PASS = 1024  # of keys: enough to fill the device, few enough to bound the sums' memory
+
+
+def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
+    run = prepare_backward(problem, inputs, saved)
+    if run is None:
+        return fa2.backward(problem, inputs, saved)
+    return run(problem.operands(inputs), saved)
+
+
+def prepare_backward(problem: Problem, inputs: Inputs, saved: Saved) -> Backward | Portable | None:
+    """What runs this backward, and every other that differs in its operands alone.
+
+    Sums in a fixed order and gradients of captured tensors are fa2's work.
+    """
+    gradient = problem.gradient
+    special = gradient is not None and (gradient.score is None or bool(gradient.loads))
+    if special or problem.deterministic or not all(map(tiles.can_be_copied, inputs)):
+        return fa2.prepare_backward(problem, inputs, saved)
+    found = target(problem.device)
+    assert isinstance(found, tuning.Target)
+    return Backward(problem, inputs, saved, found)
+
+
+class Pass(NamedTuple):
+    """The three launches for some of the heads of keys, and the heads of queries they serve."""
+
+    before: Launch
+    over_keys: Launch
+    after: Launch
+
+
+class Backward:
+    """All launches, for all calls of one shape. It keeps no tensor of the call it was made for.
+
+    Gradients of queries are sums over programs in float32: of few heads at a time, as they take
+    twice the memory of the gradients themselves.
+    """
+
+    def __init__(
+        self, problem: Problem, inputs: Inputs, saved: Saved, found: tuning.Target
+    ) -> None:
+        self.device, self.dtype = problem.device, problem.dtype
+        self.shapes = [x.shape for x in inputs]
+        self.has_d_lse = saved.d_lse is not None
+        if problem.score is not None:
+            joint = differentiate(problem.score, frozenset(), with_score=True)
+            problem = replace(problem, gradient=joint)
+        self.slots = problem.gradient.slots if problem.gradient else ()
+        self.fields = self._fields(problem)
+        problem = replace(problem, score=None)  # the derivative yields the score too
+        size = tuning.Tiles(tiles.ROWS, tiles.TILE_KV, _WARPS, self.fields["STAGES"])
+        load = ("hopper_backward.py.jinja", problem, self.fields, size, found, sums.NOTHING)
+        self._module, self._size = kernel.load(*load), size
+        self.passes = self._make_passes(problem, inputs, saved)
+
+    def _fields(self, problem: Problem) -> dict[str, Any]:
+        block = problem.mask.block_size if problem.mask else (1, 1)
+        head, value = tiles.padded(problem)
+        return {
+            "HEAD_DIM": problem.head_dim,
+            "VALUE_DIM": problem.value_dim,
+            "PADDED_DIM": head,
+            "PADDED_VALUE": value,
+            "TILE_Q": tiles.ROWS,
+            "TILE_KV": tiles.TILE_KV,
+            "BLOCK_Q": block[0],
+            "BLOCK_KV": block[1],
+            "HAS_SCORE": problem.score is not None,
+            "HAS_SLOPE": problem.gradient is not None and not problem.gradient.is_identity,
+            "HAS_MAP": problem.mask is not None,
+            "STAGES": _STAGES[max(head, value)],
+            "REGISTERS": _REGISTERS,
+        }
+
+    def _make_passes(self, problem: Problem, inputs: Inputs, saved: Saved) -> list[Pass]:
+        kv_batch = inputs.key.shape[0]
+        kv_planes = kv_batch * problem.kv_heads
+        rows = -(-problem.kv_len // tiles.TILE_KV)
+        step = kv_planes  # keys that serve several batches have queries in planes far apart
+        if kv_batch == problem.batch:
+            step = min(kv_planes, -(-_TILES_A_PASS // rows))
+        members = problem.group * (problem.batch // kv_batch)
+        self.sums = step * members * problem.q_len * problem.head_dim
+        made = []
+        for first in range(0, kv_planes, step):
+            count = min(step, kv_planes - first)
+            made.append(self._pass(problem, inputs, saved, first, count, members, rows))
+        return made
+
+    def _pass(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: Saved,
+        first: int,
+        count: int,
+        members: int,
+        rows: int,
+    ) -> Pass:
+        out, d_out = copyable(saved.out), copyable(saved.d_out)
+        mask, length = problem.mask, problem.q_len
+        first_plane, planes = first * problem.group, count * members
+        mods = [problem.mask_program, problem.gradient.program if problem.gradient else None]
+        over_keys = (
+            *kernel.mod_values(mods), problem.scale, problem.batch, inputs.key.shape[0],
+            problem.heads, problem.group, first_plane, planes, length, problem.kv_len,
+            *kernel.strides(inputs, d_out),
+            *kernel.plane_strides(mask, mask.grid.columns if mask else 0),
+        )  # fmt: skip
+        before = (
+            first_plane, problem.heads, length, *out.stride()[:3], *d_out.stride()[:3],
+        )  # fmt: skip
+        size = planes * length * problem.head_dim
+        after = (problem.scale, size, first_plane * length * problem.head_dim)
+        dims = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE")
+        of_before = {name: self.fields[name] for name in dims} | {"HAS_D_LSE": self.has_d_lse}
+        programs = min(rows * count, tiles.multiprocessors(problem.device))
+        return Pass(
+            self._launch("before", -(-length // _ROWS_BEFORE) * planes, before, of_before, 4),
+            self._launch("backward", programs, over_keys, self.fields, _WARPS, {"maxnreg": _MOST}),
+            self._launch(
+                "after", -(-size // _ELEMENTS_AFTER), after, {"ELEMENTS": _ELEMENTS_AFTER}, 8
+            ),
+        )
+
+    def _launch(
+        self,
+        name: str,
+        programs: int,
+        fixed: tuple[int | float, ...],
+        fields: dict[str, Any],
+        warps: int,
+        options: dict[str, Any] | None = None,
+    ) -> Launch:
+        size = self._size._replace(warps=warps)
+        return Launch(
+            self._module, name, programs, fixed, fields, size, self.device, options=options or {}
+        )
+
+    def __call__(self, given: Operands, saved: Saved) -> Gradients:
+        gradients = self.empty()
+        before, over_keys, after = self.tensors(given, saved, gradients)
+        for launch in self.passes:
+            launch.before.run(before)
+            launch.over_keys.run(over_keys)
+            launch.after.run(after)
+        return gradients
+
+    def empty(self) -> Gradients:
+        """Of query, key, value, and delta; not filled yet."""
+        query, key, value = (
+            torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes
+        )
+        delta = torch.empty(self.shapes[0][:3], dtype=torch.float32, device=self.device)
+        return Gradients(query, key, value, delta, {})
+
+    def tensors(
+        self, given: Operands, saved: Saved, gradients: Gradients
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """What the three kernels read and write, in the order of their signatures."""
+        query, key, value, delta, _ = gradients
+        totals = torch.empty(self.sums, dtype=torch.float32, device=self.device)
+        counter = torch.empty(1, dtype=torch.int32, device=self.device)
+        out, d_out, lse = copyable(saved.out), copyable(saved.d_out), saved.lse.contiguous()
+        d_lse = lse if saved.d_lse is None else saved.d_lse.contiguous()  # lse: not read
+        spans = runs = lse  # not read
+        captures = [given.captures[slot] for slot in self.slots]
+        if given.mask is not None:
+            spans, runs = given.mask.transposed.spans, given.mask.transposed.table
+            captures = [*given.mask.program.captures, *captures]
+        over_keys = [
+            counter, *given[:3], d_out, key, value, totals, lse, delta, spans, runs, *captures,
+        ]  # fmt: skip
+        return [counter, out, d_out, d_lse, delta, totals], over_keys, [totals, query]
+
+
+def copyable(x: Tensor) -> Tensor:
+    """As the bulk copy engine can read it."""
+    return x if tiles.can_be_copied(x) else x.contiguous()

@@ -1,0 +1,73 @@
+"""How the hopper kernels are cut: warpgroups, registers, stages."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod.kernels import tuning
+from flexmod.kernels.problem import Problem
+
+TILE_KV = 128
+ROWS = 64  # of queries a consumer of the forward, and a stage of the backward
+PLANES = 4  # heads in flight at a time, so that their keys stay in the L2 cache
+
+
+class Forward(NamedTuple):
+    """consumers: warpgroups of 64 queries. registers: of a thread in them; `most`: of one when the
+    kernel starts, which decides how many there are to share. stages: tiles of keys in flight."""
+
+    consumers: int
+    stages: int
+    registers: int
+    most: int
+
+
+_WIDE = Forward(2, 2, 240, 168)
+_NARROW = Forward(2, 3, 240, 168)
+_NARROW_PLAIN = Forward(3, 3, 160, 128)  # 192 queries: more products than exponentials at a time
+
+
+def forward(problem: Problem) -> Forward:
+    """The one measured best on an H200."""
+    if max(padded(problem)) > 64:
+        return _WIDE
+    return _NARROW_PLAIN if problem.mask is None and problem.score is None else _NARROW
+
+
+def describe(problem: Problem) -> str:
+    """For people."""
+    cut = forward(problem)
+    return (
+        f"{ROWS * cut.consumers} queries x {TILE_KV} keys, {cut.consumers} warpgroups and a "
+        f"producer, {cut.stages} stages"
+    )
+
+
+def padded(problem: Problem) -> tuple[int, int]:
+    """Widths of a key and a value in shared memory."""
+    head, value = (tuning.padded(max(d, 64)) for d in (problem.head_dim, problem.value_dim))
+    return head, value
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )
+
+
+def can_be_copied(x: Tensor) -> bool:
+    """Whether the bulk copy engine can read it: rows of 16 bytes, none of them repeated."""
+    strides = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in strides[:3])
+    return (
+        aligned
+        and strides[3] == 1
+        and all(s or n == 1 for s, n in zip(strides, x.shape, strict=True))
+    )

@@ -1,0 +1,193 @@
+"""The hopper engine: what it serves, how it cuts a problem, and, on a GPU, what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flexmod
+from flexmod import masks, mods
+from flexmod.attention import make_problem
+from flexmod.kernels import hopper
+from flexmod.kernels.fa2.target import target
+from flexmod.kernels.hopper import tiles
+from flexmod.kernels.hopper.backward import Backward
+from flexmod.kernels.launch import Launch
+from flexmod.kernels.problem import Inputs, Saved
+from flexmod.kernels.tuning import Target, Tiles
+
+pytest.importorskip("triton")
+TARGET = Target("sm_90", 227 << 10)
+CUDA = torch.device("cuda")
+
+
+def problem_of(q_len=256, kv_len=256, heads=4, kv_heads=2, dim=64, batch=2, kv_batch=2, mask=None):
+    query = torch.zeros(batch, heads, q_len, dim, dtype=torch.bfloat16)
+    key, value = (torch.zeros(kv_batch, kv_heads, kv_len, dim, dtype=torch.bfloat16) for _ in "kv")
+    inputs = Inputs(query, key, value)
+    return make_problem(inputs, None, mask), inputs
+
+
+LIMITS = [
+    ({}, None),
+    ({"dtype": torch.float32}, "float32"),
+    ({"head_dim": 32}, "head dimensions"),
+    ({"value_dim": 256}, "head dimensions"),
+    ({"head_dim": 100}, "head dimensions"),
+    ({"q_len": 1}, "queries"),
+    ({"kv_len": 1 << 29}, "queries"),
+    ({"dropout_p": 0.1}, "dropout"),
+    ({"scale": -1.0}, "scale"),
+    ({"scale": float("nan")}, "scale"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), LIMITS)
+def test_it_says_what_it_does_not_serve(change, reason):
+    problem, _ = problem_of()
+    found = hopper.limits(replace(problem, **change))
+    assert found is None if reason is None else reason in found
+
+
+def test_maps_of_small_blocks_are_not_served():
+    mask = flexmod.create_block_mask(masks.causal(), None, None, 256, 256, BLOCK_SIZE=64)
+    assert "128" in hopper.limits(problem_of(mask=mask)[0])
+
+
+def test_other_devices_are_refused_with_a_reason():
+    problem, _ = problem_of()
+    assert hopper.refuses(problem)
+    with pytest.raises(flexmod.errors.BackendError, match="hopper"):
+        flexmod.flex_attention(*problem_of()[1], enable_gqa=True, backend="hopper")
+
+
+COPIES = [
+    (torch.zeros(2, 4, 8, 64), True),
+    (torch.zeros(2, 8, 4, 64).transpose(1, 2), True),
+    (torch.zeros(2, 4, 8, 65)[..., 1:], False),  # rows begin between multiples of 16 bytes
+    (torch.zeros(2, 4, 64, 8).transpose(2, 3), False),
+    (torch.zeros(2, 1, 8, 64).expand(2, 4, 8, 64), False),
+]
+
+
+@pytest.mark.parametrize(("x", "expected"), COPIES)
+def test_what_the_copy_engine_can_read(x, expected):
+    assert tiles.can_be_copied(x.to(torch.bfloat16) if expected else x) is expected
+
+
+@pytest.mark.parametrize("kv_batch", [1, 2])
+@pytest.mark.parametrize("kv_len", [256, 128 * 500])
+def test_the_passes_of_a_backward_serve_every_head_once(kv_batch, kv_len):
+    problem, inputs = problem_of(kv_len=kv_len, kv_batch=kv_batch)
+    lse = torch.zeros(2, 4, 256)
+    back = Backward(problem, inputs, Saved(inputs.query, lse, inputs.query, None), TARGET)
+    kernel = back.passes[0].over_keys.kernel
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    place = names.index("first_plane") - (len(names) - len(back.passes[0].over_keys.fixed))
+    served = []
+    for launch in back.passes:
+        first, planes = launch.over_keys.fixed[place : place + 2]
+        served += range(first, first + planes)
+        assert planes * problem.q_len * problem.head_dim <= back.sums
+    assert served == list(range(problem.batch * problem.heads))
+    assert len(back.passes) == (2 if kv_len > 256 and kv_batch == 2 else 1)
+
+
+class Kernel:
+    """Stands for Triton's: notes each launch, by Triton's way and directly."""
+
+    arg_names = ("X", "n", "SIZE")
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            self.launched.append(("compiled", arguments[1:], options["SIZE"]))
+            return SimpleNamespace(packed_metadata=())
+
+        return run
+
+
+def test_each_run_of_a_launch_launches_once(monkeypatch):
+    """The second launch of a kernel that is compiled already included."""
+    kernel = Kernel()
+
+    def launcher(launch, compiled):
+        found = ("direct", launch.fixed, launch.fields["SIZE"])
+        return lambda tensors, words: kernel.launched.append(found)
+
+    monkeypatch.setattr(Launch, "_launcher", launcher)
+    monkeypatch.setattr("flexmod.kernels.launch.lend_scratch", lambda: None)
+    module, x = SimpleNamespace(kernel=kernel), torch.zeros(4)
+    expected = []
+    for n, size in ((1, 8), (2, 8), (3, 16)):
+        fixed, cut = (n,), Tiles(64, 64, 4, 1)
+        launch = Launch(module, "kernel", 1, fixed, {"SIZE": size}, cut, torch.device("cpu"))
+        for turn in range(3):
+            launch.run([x])
+            is_new = turn == 0 and (n, size) != (2, 8)
+            expected.append(("compiled" if is_new else "direct", fixed, size))
+    assert kernel.launched == expected
+
+
+def is_hopper():
+    found = target(CUDA) if torch.cuda.is_available() else ""
+    return isinstance(found, Target) and found.arch == "sm_90"
+
+
+def variants(length, heads):
+    ids = torch.arange(length, device=CUDA) * 4 // length
+    table = torch.randn(heads, 2 * length - 1, device=CUDA)
+    return {
+        "plain": (None, None),
+        "causal": (None, masks.causal()),
+        "window": (None, masks.sliding_window(100)),
+        "documents": (None, masks.and_masks(masks.causal(), masks.document(ids))),
+        "blind rows": (None, lambda b, h, q_idx, kv_idx: (q_idx > 99) & (kv_idx < 77)),
+        "alibi": (mods.alibi(heads, device=CUDA), masks.causal()),
+        "softcap": (mods.softcap(20.0), masks.causal()),
+        "relative bias": (mods.relative_bias(table), masks.causal()),
+    }  # fmt: skip
+
+
+SHAPES = [  # (batch, kv_batch, heads, kv_heads, q_len, kv_len, head_dim)
+    (2, 2, 4, 2, 333, 517, 64),
+    (2, 1, 2, 2, 300, 200, 96),
+    (1, 1, 8, 4, 3000, 3000, 128),
+]
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", variants(8, 2) if is_hopper() else ["any"])
+def test_it_computes_what_the_reference_does(name, shape, dtype):
+    batch, kv_batch, heads, kv_heads, q_len, kv_len, dim = shape
+    score_mod, mask_mod = variants(max(q_len, kv_len), heads)[name]
+    generator = torch.Generator(CUDA).manual_seed(0)
+    draw = lambda *size: torch.randn(size, generator=generator, device=CUDA).to(dtype)
+    query = draw(batch, q_len, heads, dim).transpose(1, 2)
+    key, value = (draw(kv_batch, kv_heads, kv_len, dim) for _ in "kv")
+    d_out = draw(batch, heads, q_len, dim)
+    found, exact = (
+        _run(backend, to, [query, key, value, d_out], score_mod, mask_mod)
+        for backend, to in (("hopper", dtype), ("reference", torch.float64))
+    )
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    for mine, its in zip(found, exact, strict=True):
+        assert (mine.double() - its).norm() <= tolerance * its.norm()
+
+
+def _run(backend, dtype, tensors, score_mod, mask_mod):
+    *inputs, d_out = (x.detach().to(dtype) for x in tensors)
+    for x in inputs:
+        x.requires_grad_()
+    out, lse = flexmod.flex_attention(
+        *inputs, score_mod, mask_mod, enable_gqa=True, return_lse=True, backend=backend
+    )
+    seen = torch.where(lse == -torch.inf, 0.0, lse)
+    return [out, seen, *torch.autograd.grad([out, seen], inputs, [d_out, torch.ones_like(seen)])]
