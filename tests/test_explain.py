@@ -22,7 +22,7 @@ def qkv(length: int = 256, heads: int = 2, dim: int = 32, keys: int | None = Non
 def test_names_the_engine_and_why_not_the_others() -> None:
     report = explain(*qkv(), backend=None)
     assert report.engine == "cpu"
-    assert list(report.refusals) == ["fa2", "cpu", "reference"]
+    assert list(report.refusals) == ["hopper", "fa2", "cpu", "reference"]
     assert report.refusals["fa2"] is not None
     text = str(report)
     assert "engine: cpu" in text

@@ -1,7 +1,8 @@
-"""The `hopper` engine: Gluon kernels for NVIDIA sm_90 in half precision, `templates/hopper_*.jinja`.
+"""The `hopper` engine: Gluon kernels for NVIDIA sm_90 in half precision.
 
-They follow FlashAttention-3 (Shah et al., 2024): warps that copy, warpgroups that compute, and
-tensor cores that work while registers hold the softmax. What they cannot serve, `fa2` can.
+They are `templates/hopper_*.jinja`, and follow FlashAttention-3 (Shah et al., 2024): warps that
+copy, warpgroups that compute, and tensor cores that work while registers hold the softmax. What
+they cannot serve, `fa2` can.
 """
 
 from __future__ import annotations
