@@ -1,6 +1,6 @@
 """Attention with any score_mod and mask_mod, from a few lines of Python to fused kernels."""
 
-from flexmod import cache, masks, mods
+from flexmod import cache, masks, mods, nn
 from flexmod.attention import AuxOutput, AuxRequest, flex_attention
 from flexmod.blocks import BlockMask, create_block_mask, create_mask
 from flexmod.errors import (
@@ -44,6 +44,7 @@ __all__ = [
     "flex_attention",
     "masks",
     "mods",
+    "nn",
     "noop_mask",
     "not_mask",
     "or_masks",

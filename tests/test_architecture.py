@@ -43,6 +43,7 @@ RANKS = {
     "patch": 7,
     "testing": 7,
     "integrations": 7,
+    "nn": 7,
     "demo_text": 7,
     "demo": 8,
     "bench": 8,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import inspect
 import io
 import os
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,22 @@ def test_page_runs_and_prints_what_it_says(page: Path, monkeypatch: pytest.Monke
             assert output == expected, f"{page.name}, the block at line {above + 1}"
     if fresh != text:
         page.write_text(fresh, encoding="utf-8")
+
+
+def test_the_api_page_is_made_from_the_docstrings() -> None:
+    path = ROOT / "docs" / "api.md"
+    text = runpy.run_path(str(ROOT / "scripts" / "api_page.py"))["page"]()
+    if REFRESH:
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text, "FLEXMOD_REFRESH_DOCS=1 writes it anew"
+    assert text.startswith(f"# API of flexmod {flexmod.__version__}\n")
+    for name in flexmod.__all__:
+        shown = (
+            f"## flexmod.{name}"
+            if inspect.ismodule(getattr(flexmod, name))
+            else f"### flexmod.{name}"
+        )
+        assert f"\n{shown}\n" in text
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -131,6 +132,9 @@ def check_arity(caller: str, mods: tuple[Any, ...], *allowed: int) -> int | None
 
 def positional_count(mod: Callable) -> int:
     """Number of positional arguments without a default that `mod` takes."""
+    if isinstance(mod, FunctionType) and not hasattr(mod, "__wrapped__"):
+        if not mod.__code__.co_flags & inspect.CO_VARARGS:
+            return mod.__code__.co_argcount - len(mod.__defaults__ or ())  # Dynamo knows this form
     # nn.Module hides forward behind __call__(*args, **kwargs).
     target = getattr(mod, "forward", mod)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -16,8 +16,12 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 replayed: str | None = None  # the user's line, while a recorded graph stands for a mod
 
 
-def _is_users(code: CodeType) -> bool:
-    return not code.co_filename.startswith((_OWN, _TORCH, "<frozen", "<string"))
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file == "<string>":  # exec and python -c, but methods that dataclasses write too
+        module = str(frame.f_globals.get("__name__"))
+        return not module.startswith(("flexmod", "torch", "namedtuple_"))
+    return not file.startswith((_OWN, _TORCH, "<frozen"))
 
 
 def is_torch(code: CodeType) -> bool:
@@ -49,7 +53,7 @@ def user_site() -> Site | str | None:
     if replayed is not None:
         return replayed
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti, frame.f_lineno) if frame else None
 
@@ -58,9 +62,8 @@ def traceback_site(traceback: TracebackType | None) -> Site | None:
     """The innermost user frame of an exception."""
     site = None
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if _is_users(code):
-            site = Site(code, traceback.tb_lasti, traceback.tb_lineno)
+        if _is_users(traceback.tb_frame):
+            site = Site(traceback.tb_frame.f_code, traceback.tb_lasti, traceback.tb_lineno)
         traceback = traceback.tb_next
     return site
 
