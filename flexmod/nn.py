@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flexmod import checks
 from flexmod.attention import flex_attention
-from flexmod.blocks import BlockMask, create_block_mask
-from flexmod.blocks.freshness import Snapshot, is_fresh, snapshot
+from flexmod.blocks import BlockMask
 from flexmod.errors import ArgumentError
 from flexmod.masks import and_masks, compose
 from flexmod.masks.combine import check_arity, label
-from flexmod.program import Program, trace
 
 __all__ = ["FlexAttention", "MaskMod", "ScoreMod"]
 
@@ -115,15 +112,6 @@ class _Function(nn.Module):
         return label(self.function)
 
 
-class _Known(NamedTuple):
-    """The map of the last call, and what it was made from."""
-
-    made_of: tuple[Any, ...]
-    captures: tuple[Tensor, ...]
-    seen: Snapshot
-    mask: BlockMask
-
-
 class FlexAttention(nn.Module):
     """`flex_attention` with its mods. Projections are yours: it takes and gives heads.
 
@@ -135,8 +123,6 @@ class FlexAttention(nn.Module):
         sink: [Hq], one more score a head in the denominator; an nn.Parameter learns.
         dropout_p: of the softmax weights, in training only.
         deterministic, backend: as in `flex_attention`.
-
-    The block map is kept from call to call while lengths, numbers and captured tensors stay.
 
     Raises:
         ArgumentError: a mod takes neither five nor four arguments; dropout_p out of range.
@@ -179,7 +165,6 @@ class FlexAttention(nn.Module):
             self.register_buffer("sink", sink)
         self.scale, self.dropout_p = scale, checks.dropout(dropout_p)
         self.deterministic, self.backend = deterministic, backend
-        self._known: _Known | None = None
 
     def forward(
         self,
@@ -202,14 +187,12 @@ class FlexAttention(nn.Module):
                 "block_mask is given to a FlexAttention that has masks: leave them out of the "
                 "module, or combine them into block_mask"
             )
-        if mask_mods:
-            block_mask = self._mask(mask_mods, query, key)
         return flex_attention(
             query,
             key,
             value,
             compose(*score_mods) if score_mods else None,
-            block_mask,
+            and_masks(*mask_mods) if mask_mods else block_mask,
             self.scale,
             enable_gqa=True,
             return_lse=return_lse,
@@ -222,26 +205,6 @@ class FlexAttention(nn.Module):
     def _of_arity(self, arity: int) -> list[Callable[..., Any]]:
         chosen = [m for m, n in zip(self.mods, self.arities, strict=True) if n == arity]
         return [m.made() if isinstance(m, _Made | _Function) else m for m in chosen]
-
-    def _mask(self, mask_mods: list[Callable[..., Any]], query: Tensor, key: Tensor) -> Any:
-        mask_mod = and_masks(*mask_mods)
-        if torch.compiler.is_compiling() or query.ndim != 4 or key.ndim != 4:
-            return mask_mod
-        program: Program = trace(mask_mod, "mask", device=query.device)
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        made_of = (program.key, program.numbers, shape, query.device)
-        known = self._known
-        if known is not None and known.made_of == made_of and is_fresh(known.seen, program):
-            if all(a is b for a, b in zip(known.captures, program.captures, strict=True)):
-                return known.mask
-        checks.mask_captures(program, query.device)
-        mask = create_block_mask(program, *shape, device=query.device)
-        self._known = _Known(made_of, program.captures, snapshot(program), mask)
-        return mask
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles make their own map."""
-        return {**self.__dict__, "_known": None}
 
     def extra_repr(self) -> str:
         sink = None if self.sink is None else list(self.sink.shape)

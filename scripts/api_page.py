@@ -77,7 +77,9 @@ def _fenced(head: str, value: Any) -> str:
 
 def _signature(value: Any) -> str:
     """Arguments in one line, or one a line where that is too long."""
-    if value in MADE_BY_OTHERS or (inspect.isclass(value) and issubclass(value, BaseException)):
+    if value in MADE_BY_OTHERS:
+        return ""
+    if inspect.isclass(value) and issubclass(value, BaseException | dict):  # errors, TypedDicts
         return ""
     signature = inspect.signature(value)
     arguments = []
