@@ -10,29 +10,34 @@ from flexmod.kernels.cpu import walk
 from flexmod.kernels.problem import Gradients, Inputs, Problem, Saved
 from flexmod.program.evaluate import evaluate
 
+_DENSE = torch.contiguous_format
+
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     """ds = p * (dp - delta), then the derivative of score_mod; one fixed order of sums.
 
-    delta = rowsum(out * d out) - d lse. Gradients are accumulated in the working precision.
+    delta = rowsum(out * d out) - d lse. Gradients are accumulated in the working precision, those
+    of key and value as [B, Hkv, E, KV]: a product that reads p as it lies is faster than one that
+    reads it transposed.
     """
     work = problem.work_dtype
     key, value = (_finite(x.to(work)) for x in (inputs.key, inputs.value))
     d_query = torch.zeros(inputs.query.shape, dtype=work, device=problem.device)
-    d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+    d_key, d_value = (torch.zeros_like(x.mT, memory_format=_DENSE) for x in (key, value))
     delta = torch.empty(saved.lse.shape, dtype=work, device=problem.device)
-    sums = captures.Accumulator(problem)
+    sums, products = captures.Accumulator(problem), walk.Products()
     for row in walk.walk(problem, inputs):
-        step = _Row(problem, row, inputs, saved, key[row.keys], value[row.keys])
+        step = _Row(problem, row, inputs, saved, key[row.keys], value[row.keys], products)
         step.run(d_query[row.queries], d_key[row.keys], d_value[row.keys], sums)
         delta[row.queries] = step.delta.squeeze(-1)
+    d_key, d_value = d_key.mT.contiguous(), d_value.mT.contiguous()
     return Gradients(d_query, d_key, d_value, delta, sums.totals())
 
 
 def _finite(x: Tensor) -> Tensor:
     """NaN and infinities as 0: a row that sees one is NaN by its own lse and delta already, and
     times the weight 0 of a row that does not they must stay without effect."""
-    return x if bool(x.isfinite().all()) else x.nan_to_num(0.0, 0.0, 0.0)
+    return x if walk.is_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)
 
 
 class _Row:
@@ -46,9 +51,11 @@ class _Row:
         saved: Saved,
         key: Tensor,
         value: Tensor,
+        products: walk.Products,
     ) -> None:
         work = problem.work_dtype
         self.problem, self.row, self.key, self.value = problem, row, key, value
+        self.products = products
         query = inputs.query[row.queries].to(work) * problem.scale
         self.shape = query.shape[:3]
         batch, heads, rows = self.shape
@@ -57,8 +64,8 @@ class _Row:
         self.d_out = saved.d_out[row.queries].to(work).reshape(*self.grouped, -1)
         lse = saved.lse[row.queries].unsqueeze(-1)
         self.lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a row that saw nothing: p = 0
-        products = saved.out[row.queries].to(work) * saved.d_out[row.queries].to(work)
-        self.delta = products.sum(-1, keepdim=True)
+        terms = saved.out[row.queries].to(work) * saved.d_out[row.queries].to(work)
+        self.delta = terms.sum(-1, keepdim=True)
         if saved.d_lse is not None:
             self.delta -= saved.d_lse[row.queries].unsqueeze(-1)
 
@@ -66,24 +73,26 @@ class _Row:
         self, d_query: Tensor, d_key: Tensor, d_value: Tensor, sums: captures.Accumulator
     ) -> None:
         for keys in self.row.steps:
-            indices = walk.index_tensors(self.row, keys, self.query.device)
+            indices = walk.index_tensors(self.problem, self.row, keys)
             visible = walk.visible_positions(self.problem, keys, indices)
             key, value = self.key[:, :, keys.span], self.value[:, :, keys.span]
-            raw = (self.query @ key.transpose(-1, -2)).view(*self.shape, -1)
+            raw = self.products("score", self.query, key.mT).view(*self.shape, -1)
             score = walk.modified(self.problem, raw, indices, visible)
-            weight = walk.subtracted(self.problem, score, self.lse).exp_()
-            d_weight = (self.d_out @ value.transpose(-1, -2)).view(*self.shape, -1)
+            weight = walk.exponential(self.problem, score, self.lse)
+            d_weight = self.products("d_weight", self.d_out, value.mT).view(*self.shape, -1)
             keep = walk.kept(self.problem, indices)
             shown = weight
             if keep is not None:
                 shown, d_weight = weight * keep, d_weight * keep
             d_score = d_weight.sub_(self.delta).mul_(weight)
             grad = self._through_mod(d_score, raw, indices, weight, sums)
-            _add(d_value[:, :, keys.span], self._grouped(shown).mT @ self.d_out)
+            part = self.products("d_value", self.d_out.mT, self._grouped(shown))
+            _add(d_value[..., keys.span], part)
             if grad is not None:
                 flat = self._grouped(grad)
-                d_query += (flat @ key).view(*self.shape, -1).mul_(self.problem.scale)
-                _add(d_key[:, :, keys.span], flat.mT @ self.query)
+                d_query += self.products("d_query", flat, key).view(*self.shape, -1)
+                _add(d_key[..., keys.span], self.products("d_key", self.query.mT, flat))
+        d_query *= self.problem.scale
 
     def _through_mod(
         self,

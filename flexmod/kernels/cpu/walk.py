@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 _QUERY_ROWS = 1024  # heads x query rows at a time: scores stay in cache
 _KEYS = 1024  # keys at a time
 _DENSE_BLOCK = 128
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,30 @@ def _steps(problem: Problem, plane: int, row: int) -> list[Keys]:
     ]
 
 
-def index_tensors(row: Row, keys: Keys, device: torch.device) -> dict[str, Tensor]:
-    """The four indices of a step, shaped to broadcast to [b, h, rows, keys]."""
+class Products:
+    """Products of a step that are kept only until the next one, each in memory of its own.
+
+    Fresh pages for every step would cost more than a pass over them.
+    """
+
+    def __init__(self) -> None:
+        self.memory: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """x @ y, valid until the next product of this name."""
+        shape = (*x.shape[:-1], y.shape[-1])
+        size = math.prod(shape)
+        if name not in self.memory or self.memory[name].numel() < size:
+            self.memory[name] = x.new_empty(size)
+        return torch.matmul(x, y, out=self.memory[name][:size].view(shape))
+
+
+def index_tensors(problem: Problem, row: Row, keys: Keys) -> dict[str, Tensor]:
+    """The four indices of a step, to broadcast to [b, h, rows, keys]; none where nothing reads."""
+    if keys.full and problem.score is None and not problem.dropout_p:
+        return {}
     spans = (row.batches, row.heads, row.rows, keys.span)
-    return on_grid(*(torch.arange(s.start, s.stop, device=device) for s in spans))
+    return on_grid(*(torch.arange(s.start, s.stop, device=problem.device) for s in spans))
 
 
 def visible_positions(problem: Problem, keys: Keys, indices: dict[str, Tensor]) -> Tensor | None:
@@ -113,12 +135,27 @@ def modified(
         (value,), invalid = evaluate(problem.score, {**indices, "score": score})
         raise_if_invalid(problem.score, invalid, visible)
         score = value.expand(shape)
-    return score if visible is None else torch.where(visible, score, -torch.inf)
+    if visible is None:
+        return score
+    hidden = score.new_full((), -torch.inf)
+    return torch.where(visible, score, hidden, out=score if problem.score is None else None)
 
 
-def subtracted(problem: Problem, score: Tensor, origin: Tensor) -> Tensor:
-    """score - origin, in place unless a score_mod made the score: that may be a captured tensor."""
-    return score.sub_(origin) if problem.score is None else score - origin
+def exponential(problem: Problem, score: Tensor, origin: Tensor | None) -> Tensor:
+    """exp(score - origin), in place unless a score_mod made the score: that may be a capture.
+
+    As a power of 2, for which torch takes half the time; factors come after the difference, which
+    is exact where it matters.
+    """
+    out = score if problem.score is None else torch.empty_like(score)
+    if origin is not None:
+        score = torch.sub(score, origin, out=out)
+    return torch.mul(score, _LOG2_E, out=out).exp2_()
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether nothing is NaN or infinite, in one pass; False as well if only the sum overflows."""
+    return bool(x.sum().isfinite())
 
 
 def kept(problem: Problem, indices: dict[str, Tensor]) -> Tensor | None:
