@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from flexmod.kernels.problem import Inputs, Problem
 from flexmod.kernels.tuning import Target, Tiles
 from flexmod.program import trace
 
-_QUERIES, _KEYS, _WARPS, _STAGES = (128, 64, 32), (128, 64, 32), (4, 8), (3, 2, 1, 4)
+_QUERIES, _KEYS, _WARPS, _STAGES = (128, 64, 32, 16), (128, 64, 32, 16), (4, 8), (4, 3, 2, 1)
+_MOST = 24  # candidates of a class: each is a kernel to build
 _KERNELS = {"forward": ("forward",), "backward": ("backward_query", "backward_key")}
 
 
@@ -86,14 +88,19 @@ def _problem(case: Case) -> tuple[Any, Problem]:
 
 
 def candidates(problem: Problem, direction: str, target: Target) -> list[Tiles]:
-    """What the planner would do first, then all other tiles that fit into shared memory."""
-    found = []
+    """What the planner would do first, then the tiles most like it that fit into the device."""
     planned = tuning.plan(problem, target, _KERNELS[direction][0])
-    sizes = product(_STAGES, _WARPS, _QUERIES, _KEYS)
-    for tiles in (planned, *(Tiles(q, kv, warps, stages) for stages, warps, q, kv in sizes)):
-        if tiles is not None and tiles not in found and _fits(tiles, problem, direction, target):
-            found.append(tiles)
-    return found
+    if planned is None:
+        return []
+    others = (Tiles(*sizes) for sizes in product(_QUERIES, _KEYS, _WARPS, _STAGES))
+    fitting = [t for t in others if t != planned and _fits(t, problem, direction, target)]
+    return [planned, *sorted(fitting, key=lambda tiles: _unlike(tiles, planned))][:_MOST]
+
+
+def _unlike(one: Tiles, other: Tiles) -> float:
+    """How many halvings and doublings apart."""
+    halvings = sum(abs(log2(a / b)) for a, b in zip(one[:3], other[:3], strict=True))
+    return halvings + abs(one.stages - other.stages)
 
 
 def _fits(tiles: Tiles, problem: Problem, direction: str, target: Target) -> bool:
