@@ -87,13 +87,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, choice: Choice) -> 
     return _run(choice, lambda engine: engine.backward(problem, inputs, saved))
 
 
-def instead(error: BackendError, choice: Choice) -> ModuleType:
+def instead(error: BackendError, choice: Choice) -> Choice:
     """The engine for a call whose own could not build a kernel; raises if that was asked for."""
-    if choice.is_forced:
+    if choice.is_forced or choice.name in _SLOW:
         raise error
     name = "fa2" if choice.name == "hopper" else "cpu"
     _warn_once(str(error), name)
-    return backend(name)
+    return Choice(name, False)
 
 
 def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:
@@ -103,7 +103,7 @@ def _run(choice: Choice, call: Callable[[ModuleType], Returned]) -> Returned:
         except TooLarge:  # the next tiles that are planned are smaller, until there are none
             continue
         except BackendError as error:
-            return call(instead(error, choice))
+            choice = instead(error, choice)
 
 
 def _warn_once(reason: str, instead: str) -> None:

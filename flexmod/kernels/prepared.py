@@ -54,8 +54,8 @@ class Prepared:
                 self._forward = self._engine.prepare(problem, inputs)
             return result
         except BackendError as error:
-            engine = choose.instead(error, self.choice)
-            return engine.forward(self.problem(given), Inputs(*given[:3]))
+            other = choose.instead(error, self.choice)
+            return choose.forward(self.problem(given), Inputs(*given[:3]), other)
 
     def backward(self, given: Operands, saved: Saved) -> Gradients:
         """Gradients, by the engine that served the forward."""
@@ -82,8 +82,8 @@ class Prepared:
                     self._backwards.keep(key, run)
             return gradients
         except BackendError as error:
-            engine = choose.instead(error, self.choice)
-            return engine.backward(self.problem(given), Inputs(*given[:3]), saved)
+            other = choose.instead(error, self.choice)
+            return choose.backward(self.problem(given), Inputs(*given[:3]), saved, other)
 
 
 def _layout(x: Tensor) -> Hashable:

@@ -155,7 +155,7 @@ def _prepared(
     inputs = Inputs(*(torch.zeros(1, 2, SEQLEN, case.head_dim, dtype=dtype) for _ in range(3)))
     score_mod, mask_mod = MODS[case.mod]()
     score = trace(score_mod, "score") if score_mod else None
-    problem = make_problem(inputs, score, mask_mod, options=hints)
+    problem = make_problem(inputs, score, mask_mod, kernel_options=hints)
     if case.kernel == "hopper_forward":
         run = HopperForward(problem, inputs, found)
         given = problem.operands(inputs)

@@ -9,8 +9,10 @@ import torch
 
 import flexmod
 from flexmod import masks, mods
+from flexmod.attention import make_problem
 from flexmod.errors import BackendError
 from flexmod.kernels import choose, tuning
+from flexmod.kernels.problem import Inputs
 
 pytest.importorskip("triton")
 LENGTH = 40
@@ -100,3 +102,28 @@ def test_a_forced_engine_says_so(room):
     with pytest.raises(BackendError, match=r"fa2 .*no tile of head_dim 16") as caught:
         attend("fa2", *inputs())
     assert "OutOfResources" not in str(caught.value)
+
+
+def test_an_engine_that_cannot_build_hands_on_to_the_next(monkeypatch, caplog):
+    class Broken:
+        def __init__(self, name):
+            self.name = name
+
+        def forward(self, problem, inputs):
+            raise BackendError(f"{self.name} cannot be built")
+
+    real = choose.backend
+    fake = {"hopper": Broken("hopper"), "fa2": Broken("fa2")}
+    monkeypatch.setattr(choose, "backend", lambda name: fake.get(name) or real(name))
+    monkeypatch.setattr(choose, "_warned", set())
+    tensors = Inputs(*(x.detach() for x in inputs()))
+    problem = make_problem(tensors, None, None)
+    with caplog.at_level(logging.WARNING, "flexmod"):
+        found = choose.forward(problem, tensors, choose.Choice("hopper", False))
+    assert torch.equal(found.out, real("cpu").forward(problem, tensors).out)
+    assert [record.getMessage() for record in caplog.records] == [
+        "hopper cannot be built; using the slower fa2 engine instead",
+        "fa2 cannot be built; using the slower cpu engine instead",
+    ]
+    with pytest.raises(BackendError, match="hopper cannot be built"):
+        choose.forward(problem, tensors, choose.Choice("hopper", True))

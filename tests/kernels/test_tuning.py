@@ -164,6 +164,7 @@ def test_refused_tiles_are_not_planned_again(monkeypatch):
 
 def test_what_no_engine_of_a_gpu_serves_warns_once(monkeypatch, caplog):
     monkeypatch.setattr(choose, "_warned", set())
+    monkeypatch.setattr(choose, "BACKENDS", ("fa2", "cpu", "reference"))
     small = Target("sm_86", 24 << 10)
     on_gpu = replace(problem_of(head_dim=512), device=torch.device("cuda"))
     expected = (
