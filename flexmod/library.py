@@ -35,11 +35,15 @@ _ARGUMENTS = (
 _KNOWN_SIZE = 64
 _known: OrderedDict[tuple[int, int], tuple[tuple[int, int], Runs]] = OrderedDict()
 _library = torch.library.Library("flexmod", "DEF")
-_library.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "attention_backward(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needed, "
-    f"{_ARGUMENTS}) -> Tensor[]"
-)
+# `host`: it waits for the device or reads a number on the host, so no CUDA graph may hold it.
+_FORMS = {"": (), ".host": (torch.Tag.cudagraph_unsafe,)}
+for _form, _tags in _FORMS.items():
+    _library.define(f"attention{_form}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+    _library.define(
+        f"attention_backward{_form}(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, "
+        f"bool[] needed, {_ARGUMENTS}) -> Tensor[]",
+        tags=_tags,
+    )
 
 
 class Call(NamedTuple):
@@ -60,6 +64,14 @@ class Call(NamedTuple):
     @property
     def inputs(self) -> Inputs:
         return Inputs(self.query, self.key, self.value)
+
+    @property
+    def form(self) -> str:
+        """The overload: "host" if the mask is decided when it runs, or numbers are tensors."""
+        decides = bool(self.mask_captures) or json.loads(self.spec)["mask"] is not None
+        numbers = [x for x in (*self.captures, *self.mask_captures) if not text.is_held(x)]
+        waits = (decides and not self.runs) or numbers or (self.scale, self.seed) != (None, None)
+        return "host" if waits else "default"
 
     @property
     def fixed(self) -> list[Tensor]:
@@ -109,7 +121,7 @@ def attend(
     dynamic = as_tensor(scale, torch.float64) if is_dynamic else None
     tensors = (*inputs, sink, captures, mask_captures, runs)
     call = Call(*tensors, versions, dynamic, seed, json.dumps(spec))
-    return Result(*torch.ops.flexmod.attention(*call))
+    return Result(*getattr(torch.ops.flexmod.attention, call.form)(*call))
 
 
 def _text(program: Program | None) -> list[Any] | None:
@@ -204,8 +216,9 @@ def implement(make_problem: Callable[..., Problem]) -> None:
             if want
         ]
 
-    _library.impl("attention", forward, "CompositeExplicitAutograd")
-    _library.impl("attention_backward", backward, "CompositeExplicitAutograd")
+    for form in _FORMS:
+        _library.impl(f"attention{form}", forward, "CompositeExplicitAutograd")
+        _library.impl(f"attention_backward{form}", backward, "CompositeExplicitAutograd")
 
 
 def _mask(call: Call, program: Program, block_size: tuple[int, int]) -> BlockMask:
@@ -246,7 +259,6 @@ def _laid_out(x: Tensor, promised: Tensor) -> Tensor:
     return x if x.stride() == promised.stride() else promised.copy_(x)
 
 
-@torch.library.register_fake("flexmod::attention")
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(*arguments)
     work = torch.float64 if call.query.dtype == torch.float64 else torch.float32
@@ -254,7 +266,6 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_output(call.inputs), lse, torch.empty_like(lse)
 
 
-@torch.library.register_fake("flexmod::attention_backward")
 def _fake_backward(
     d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool],
     *arguments: Any,
@@ -284,7 +295,8 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> t
     needed = [*wanted[:3], *([] if call.sink is None else [wanted.sink]), *wanted.captures]
     found: list[Tensor] = []
     if d_out is not None or d_lse is not None:
-        found = torch.ops.flexmod.attention_backward(d_out, d_lse, out, lse, needed, *call)
+        operation = getattr(torch.ops.flexmod.attention_backward, call.form)
+        found = operation(d_out, d_lse, out, lse, needed, *call)
     queue = iter(found)
     grads = [next(queue, None) if need else None for need in needed]
     d_sink = None if call.sink is None else grads.pop(3)
@@ -293,4 +305,8 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> t
     return (*grads[:3], d_sink, grads[3:], *unseen)
 
 
-torch.library.register_autograd("flexmod::attention", _backward, setup_context=_setup_context)
+for _form in _FORMS:
+    _name = f"flexmod::attention{_form}"
+    torch.library.register_fake(_name, _fake_forward)
+    torch.library.register_fake(f"flexmod::attention_backward{_form}", _fake_backward)
+    torch.library.register_autograd(_name, _backward, setup_context=_setup_context)

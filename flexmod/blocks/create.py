@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmod.blocks.block_mask import BlockMask
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.blocks.runs import PARTIAL, Runs
-from flexmod.errors import ArgumentError, BlockMaskError, DeviceError
+from flexmod.errors import ArgumentError, BlockMaskError, DeviceError, UnsupportedError
 from flexmod.program import Program, trace
 from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
 from flexmod.program.specialize import specialize
@@ -67,6 +67,10 @@ def create_block_mask(
     program = trace(mask_mod, "mask", device=device or torch.get_default_device())
     shape = _shape(program, B, H, Q_LEN, KV_LEN)
     where = _device(program, device)
+    if where.type == "meta":
+        raise UnsupportedError(
+            'a map cannot be decided on the meta device: name one, as in device="cpu"'
+        )
     mask = BlockMask.from_program(program, shape, block_size, where)
     if device is None and not program.captures:
         mask = replace(mask, is_placed=False)

@@ -10,6 +10,7 @@ import torch
 from flexmod.errors import TraceError
 from flexmod.program.evaluate import evaluate, raise_if_invalid
 from flexmod.program.ir import ARGUMENTS, Instruction, Program, interpret
+from flexmod.program.ops import TABLE
 from flexmod.program.proxy import Proxy, Traced, recorder_of
 from flexmod.program.record import Recorder
 
@@ -20,12 +21,37 @@ def call(program: Program, *arguments: Any) -> Any:
     if len(arguments) != len(names):
         raise TraceError(f"{program.name} takes ({', '.join(names)}), got {len(arguments)} values")
     inputs = dict(zip(names, arguments, strict=True))
+    if torch.compiler.is_dynamo_compiling():
+        return _spelled_out(program, inputs)
     recorder = recorder_of(arguments)
     if recorder is not None:
         return inline(recorder, program, {n: _traced(recorder, x) for n, x in inputs.items()})
     (value,), invalid = evaluate(program, {n: torch.as_tensor(x) for n, x in inputs.items()})
     raise_if_invalid(program, invalid, None)
     return value
+
+
+def _spelled_out(program: Program, inputs: Mapping[str, Any]) -> Any:
+    """The program as torch calls, one by one: what Dynamo records of a mod that calls it."""
+    values: list[Any] = []
+    for line in program.instructions:
+        args = [values[a] for a in line.args]
+        match line.op:
+            case "input":
+                value = inputs[line.attr]
+            case "number":
+                value = torch.full((), program.numbers[line.attr], dtype=line.dtype, device="cpu")
+            case "load":
+                tensor = program.captures[line.attr.slot]
+                value = (tensor[tuple(args)] if args else tensor).to(line.dtype)
+            case "cast":
+                value = args[0].to(line.dtype)
+            case "round_to":
+                value = args[0].to(line.attr).to(line.dtype)
+            case _:
+                value = TABLE[line.op].evaluate(*args)
+        values.append(value)
+    return values[program.outputs[0]]
 
 
 def _traced(recorder: Recorder, value: Any) -> Any:

@@ -56,11 +56,12 @@ def restored(
 
 def held(captures: Sequence[Tensor], learned: Container[int] = ()) -> list[int]:
     """Slots of the captured tensors that `with_captures` keeps as tensors."""
-    return [
-        slot
-        for slot, x in enumerate(captures)
-        if x.ndim or x.device.type != "cpu" or slot in learned
-    ]
+    return [slot for slot, x in enumerate(captures) if is_held(x) or slot in learned]
+
+
+def is_held(captured: Tensor) -> bool:
+    """Whether a captured tensor is one for a kernel too; the others are numbers."""
+    return captured.ndim > 0 or captured.device.type != "cpu"
 
 
 def with_captures(

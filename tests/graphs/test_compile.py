@@ -156,6 +156,18 @@ def test_create_block_mask_compiled(agrees, qkv):
     agrees(call, (*qkv, made))
 
 
+def test_the_mask_of_a_map_inside_of_another_mask(agrees, qkv):
+    whole = flexmod.create_block_mask(
+        flexmod.and_masks(masks.causal(), masks.document(IDS)), None, None, LENGTH, LENGTH
+    )
+
+    def call(q, k, v, position):
+        later = lambda b, h, q_idx, kv_idx: whole.mask_mod(b, h, q_idx + position, kv_idx)
+        return flexmod.flex_attention(q[:, :, :1], k, v, None, later)
+
+    assert agrees(call, *((*qkv, torch.tensor(n)) for n in (3, LENGTH - 1))) == 1
+
+
 def test_numbers_that_change_are_met_with_their_new_value(agrees, qkv):
     """Scale, and numbers in closures: two compiles for any number of values."""
 

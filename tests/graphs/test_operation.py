@@ -52,9 +52,30 @@ class Watch(TorchDispatchMode):
 def test_a_dispatch_mode_sees_one_operation_each_way(qkv):
     with Watch() as watch:
         flexmod.flex_attention(*qkv, mods.softcap(3.0), masks.causal()).sum().backward()
-    seen = [func for func, _ in watch.calls if func.namespace == "flexmod"]
-    ops = torch.ops.flexmod
-    assert seen == [ops.attention.default, ops.attention_backward.default]
+    seen = [func.overloadpacket for func, _ in watch.calls if func.namespace == "flexmod"]
+    assert seen == [torch.ops.flexmod.attention, torch.ops.flexmod.attention_backward]
+
+
+def test_cuda_graphs_hold_what_does_not_read_values_on_the_host(qkv):
+    """A map that was made before, or no mask; not a mask to be decided, nor numbers in tensors."""
+    made = flexmod.create_block_mask(masks.causal(), None, None, LENGTH, LENGTH)
+    number = torch.tensor(2.0)
+    forms = {}
+    for name, arguments in {
+        "no mask": {},
+        "a map": {"block_mask": made, "score_mod": mods.alibi(torch.rand(HEADS))},
+        "a mask": {"block_mask": masks.causal()},
+        "dropout": {"dropout_p": 0.5},
+        "a number": {"score_mod": lambda s, b, h, i, j: s * number},
+    }.items():
+        with Watch() as watch:
+            flexmod.flex_attention(*qkv, **arguments).sum().backward()
+        ops = [func for func, _ in watch.calls if func.namespace == "flexmod"]
+        assert len(ops) == 2 and ops[0].tags == ops[1].tags
+        forms[name] = torch.Tag.cudagraph_unsafe in ops[0].tags
+    assert forms == {
+        "no mask": False, "a map": False, "a mask": True, "dropout": True, "a number": True,
+    }  # fmt: skip
 
 
 def test_torchs_own_checks_of_an_operation(qkv):
@@ -64,10 +85,10 @@ def test_torchs_own_checks_of_an_operation(qkv):
         flexmod.flex_attention(
             *(x.detach() for x in qkv), mods.alibi(slopes), block_mask, sink=sink, dropout_p=0.2
         )
-    args = next(list(a) for func, a in watch.calls if func is torch.ops.flexmod.attention.default)
+    args = next(list(a) for func, a in watch.calls if func is torch.ops.flexmod.attention.host)
     args[:4] = [x.detach().requires_grad_() for x in args[:4]]
     args[4] = [x.detach().requires_grad_() for x in args[4]]
-    report = torch.library.opcheck(torch.ops.flexmod.attention.default, tuple(args))
+    report = torch.library.opcheck(torch.ops.flexmod.attention.host, tuple(args))
     assert set(report.values()) == {"SUCCESS"} and len(report) == 4
 
 
@@ -75,7 +96,7 @@ def test_torchs_own_checks_of_an_operation(qkv):
 @pytest.mark.parametrize("saved", [True, False])
 def test_selective_checkpointing(qkv, differentiated, forwards, compiled, saved):
     def policy(context, op, *args, **kwargs):
-        attention = op is torch.ops.flexmod.attention.default
+        attention = getattr(op, "overloadpacket", None) is torch.ops.flexmod.attention
         keep = attention and saved
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
 
@@ -144,7 +165,8 @@ def test_export_saved_and_loaded(where, strict):
     exported = torch.export.export(
         net, (torch.randn(shapes[0]),), dynamic_shapes={"x": axes}, strict=strict
     )
-    assert torch.ops.flexmod.attention.default in [n.target for n in exported.graph.nodes]
+    targets = [getattr(n.target, "overloadpacket", None) for n in exported.graph.nodes]
+    assert targets.count(torch.ops.flexmod.attention) == 1
     file = io.BytesIO()
     torch.export.save(exported, file)
     file.seek(0)
