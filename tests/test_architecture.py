@@ -35,6 +35,7 @@ RANKS = {
     "autograd": 4,
     "memo": 4,
     "compiled": 4,
+    "operands": 4,
     "cache": 5,
     "given": 5,
     "library": 5,
