@@ -138,7 +138,7 @@ def _attend(
     )  # fmt: skip
     calls = memo.known(arguments)
     if calls is None:
-        checks.arguments(query, key, value, enable_gqa, sink, dropout_p, kernel_options)
+        checks.arguments(query, key, value, enable_gqa, sink, dropout_p)
         calls = memo.checked(arguments)
     score = given.score(score_mod, query)
     captures = () if score is None else score.captures

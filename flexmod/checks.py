@@ -95,13 +95,11 @@ def arguments(
     enable_gqa: bool,
     sink_given: Any,
     dropout_p: Any,
-    kernel_options: Mapping[str, Any] | None,
 ) -> None:
-    """All that does not concern the mods."""
+    """What comes before the mods; kernel_options come after them, as in torch."""
     tensors(query, key, value, enable_gqa)
     sink(sink_given, query)
     dropout(dropout_p)
-    options(kernel_options)
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> Inputs:

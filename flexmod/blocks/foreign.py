@@ -57,7 +57,8 @@ def from_torch(given: TorchBlockMask) -> BlockMask:
     )  # fmt: skip
     if any(x is not None and x.is_inference() for x in tensors):  # no counter tells of changes
         return _made(given, program)
-    plain = (program.key, program.numbers, tuple(given.seq_lengths), tuple(given.BLOCK_SIZE))
+    numbers = tuple(map(repr, program.numbers))  # 0.0 equals -0.0
+    plain = (program.key, numbers, tuple(given.seq_lengths), tuple(given.BLOCK_SIZE))
     versions = tuple(x if x is None else x._version for x in tensors)
     found = _converted.get(given)
     if (
