@@ -303,6 +303,36 @@ def test_masks_suite_measures_one_map():
     assert figures["ms"] > 0 and figures["mib"] >= 0
 
 
+def test_masks_suite_has_every_row_at_both_lengths(monkeypatch):
+    setting = command.make_setting(parse("--suite=masks", "--tokens=64", "--device=cpu"))
+    names = list(masks.rows(128, "cpu"))
+    figures = {"ms": 1.0, "mib": 0.5}
+
+    def some(builder, row, length, _):
+        if builder != "flexmod" and length > 64:
+            raise RuntimeError("you tried to allocate 16 bytes\nat a place")
+        return figures
+
+    monkeypatch.setattr(masks, "figures", some)
+    window, *records = masks.measure(setting)
+    assert window["error"]["flexmod"] < 1e-5 and window["ms"]["flexmod"] > 0
+    assert [r["row"] for r in records] == [f"{n} {t}" for t in (32768, 64) for n in names]
+    assert all(r["ms"]["flexmod"] == 1.0 for r in records)
+    if any("flex" in c.name for c in setting.candidates if not c.is_ours):
+        assert all(set(r["ms"]) == set(masks.BUILDERS) for r in records if r["tokens"] == 64)
+        assert records[0]["failed"] == {"torch eager": "you tried to allocate 16 bytes"}
+    assert report.table(SUITES["masks"], [window, *records])
+
+
+def test_a_wrong_window_is_no_figure(monkeypatch):
+    from flexmod.bench import window
+
+    setting = command.make_setting(parse("--suite=masks", "--tokens=64", "--device=cpu"))
+    monkeypatch.setattr(window, "flex_attention", lambda q, k, v, block_mask: q * 0)
+    record = window.measure(setting, 3000)
+    assert not record["ms"] and "wrong" in record["failed"]["flexmod"]
+
+
 def test_committed_results_can_be_read():
     folder = files.results_folder()
     assert folder is not None

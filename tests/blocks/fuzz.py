@@ -1,6 +1,6 @@
 """Random masks against their block maps, block by block.
 
-    python tests/blocks/fuzz.py --count 20000 --seed 0
+    python tests/blocks/fuzz.py --count 20000 --seed 0 --jobs 2
 
 A mask is a function made of closures. It runs untraced on whole index tensors for the truth, and
 is traced for the map. Every number comes from the seed, so a failure names its case.
@@ -9,10 +9,12 @@ is traced for the map. Every number comes from the seed, so a failure names its 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ import flexmod
 
 At = dict[str, Any]  # b, h, q_idx, kv_idx: traced values or tensors
 Part = Callable[[At], Any]
+_PART = 100  # masks that a process is given at a time
 
 
 class Writer:
@@ -146,21 +149,33 @@ def kinds(seen: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return (some.int() + every.int()).to(torch.int8)
 
 
+def check_many(seeds: range) -> list[str]:
+    """What is wrong, a line a seed."""
+    torch.set_num_threads(1)
+    wrong = []
+    for seed in seeds:
+        try:
+            check(seed)
+        except Exception as error:
+            wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    start, wrong = time.perf_counter(), []
-    for seed in range(options.seed, options.seed + options.count):
-        try:
-            check(seed)
-        except Exception as error:
-            wrong.append(seed)
-            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+    start, wrong, last = time.perf_counter(), 0, options.seed + options.count
+    parts = [range(n, min(n + _PART, last)) for n in range(options.seed, last, _PART)]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for found in pool.map(check_many, parts):
+            wrong += len(found)
+            for text in found:
+                print(text, flush=True)
     took = time.perf_counter() - start
-    print(f"{options.count} masks, {len(wrong)} wrong, {took:.0f} s")
+    print(f"{options.count} masks, {wrong} wrong, {took:.0f} s")
     sys.exit(bool(wrong))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexmod.blocks import ranges
+from flexmod.blocks import ranges, separate
 from flexmod.program.intervals import Interval
 
 CHECK = runpy.run_path(str(Path(__file__).with_name("fuzz.py")))["check"]
@@ -29,4 +29,25 @@ def test_a_wrong_rule_is_noticed(op, monkeypatch):
     monkeypatch.setitem(ranges._COMPARISONS, op, WRONG[op])
     with pytest.raises(AssertionError):
         for seed in range(2_000_000, 2_000_400):
+            CHECK(seed)
+
+
+@pytest.mark.parametrize("op,wrong", [("lt", "le"), ("ge", "gt"), ("eq", "le"), ("ne", "gt")])
+def test_a_wrong_comparison_of_sums_is_noticed(op, wrong, monkeypatch):
+    compare = separate.compare
+    swapped = lambda name, *others: compare(wrong if name == op else name, *others)
+    monkeypatch.setattr(separate, "compare", swapped)
+    with pytest.raises(AssertionError):
+        for seed in range(3_000_000, 3_000_400):
+            CHECK(seed)
+
+
+@pytest.mark.parametrize("claim", ["ends", "dense"])
+def test_a_false_claim_of_mixed_blocks_is_noticed(claim, monkeypatch):
+    """What an atom calls mixed is not looked at."""
+    compare = separate.compare
+    claims = {"ends": True, claim: True}
+    monkeypatch.setattr(separate, "compare", lambda *given: compare(*given)._replace(**claims))
+    with pytest.raises(AssertionError):
+        for seed in range(4_000_000, 4_002_000):
             CHECK(seed)
