@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from flexmod.masks.arguments import MaskMod
 from flexmod.mods.arguments import ScoreMod
 
 OLDEST = (4, 57)
-_softcap = lru_cache(mods.softcap)
 # Arguments that change a result elsewhere, and what to do where they are given.
 _REFUSED = {
     "output_attentions": "weights are never held in memory: load the model with "
@@ -104,7 +103,7 @@ def block_mask(
     visible = masks.shift(mask_function, _kept(q_offset), _kept(kv_offset))
     if attention_mask is not None:
         visible = _without_padding(visible, attention_mask, kv_length, kv_offset)
-    if q_length != 1:
+    if q_length != 1 or torch.compiler.is_compiling():
         return create_block_mask(visible, batch_size, None, q_length, kv_length, device)
     row = create_mask(visible, batch_size, None, 1, kv_length, device)
     return None if bool(row.all()) else BlockMask.from_dense(row)
@@ -122,7 +121,7 @@ def _without_padding(
     known = keys.clamp(max=attention_mask.shape[-1] - 1)
     keep = attention_mask[:, known] & (keys == known)
     # One read of the device, and kernels and maps need not look at a table that hides nothing.
-    if bool(keep.all()):
+    if not torch.compiler.is_compiling() and bool(keep.all()):
         return visible
     return masks.and_masks(visible, masks.key_padding(keep))
 
@@ -166,7 +165,7 @@ def attention(
     elif isinstance(attention_mask, Tensor):
         visible, bias = _own_mask(attention_mask, key.shape[2])
         biases.append(bias)
-    score_mods = [_softcap(softcap)] if softcap is not None else []
+    score_mods = [mods.softcap(softcap)] if softcap is not None else []
     score_mods += [_added(bias) for bias in biases if bias is not None]
     out = flex_attention(
         query,

@@ -28,6 +28,15 @@ LENGTH, TOLERANCE = 21, 1e-5
 GENERATE = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 10}
 
 
+@pytest.fixture(autouse=True)
+def _on_the_gpu_if_there_is_one():
+    if torch.cuda.is_available():
+        with torch.device("cuda"):
+            yield
+    else:
+        yield
+
+
 @pytest.fixture(scope="module")
 def models():
     """`models(family)`: (eager, flexmod), the same weights."""
@@ -58,8 +67,6 @@ def test_logits(family, side, models):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 @torch.no_grad()
 def test_logits_of_the_kernel(family, models):
-    if torch.cuda.is_available():
-        pytest.skip("the models are on the CPU")
     ids, mask = tokens(2, LENGTH), padded("left", LENGTH)
     eager, ours = (m(ids, attention_mask=mask).logits for m in models(family, "flexmod-fa2"))
     real = mask.bool()
@@ -119,36 +126,36 @@ def test_gradients_of_a_training_step(family, side, models):
     assert len(sinks) == (2 if family == "gpt_oss" else 0) and all(s.any() for s in sinks)
 
 
-POSITIONS = torch.tensor([[*range(8), *range(13)], [*range(3), *range(15), *range(LENGTH - 18)]])
+POSITIONS = [[*range(8), *range(13)], [*range(3), *range(15), *range(LENGTH - 18)]]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
 def test_packed_sequences(family, models):
-    ids = tokens(2, LENGTH)
+    ids, positions = tokens(2, LENGTH), torch.tensor(POSITIONS)
     with torch.no_grad():
         eager, ours = (
-            m(ids, position_ids=POSITIONS, use_cache=False).logits for m in models(family)
+            m(ids, position_ids=positions, use_cache=False).logits for m in models(family)
         )
         alone = models(family)[1](ids[:1, 8:]).logits
     torch.testing.assert_close(ours, eager, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(ours[:1, 8:], alone, rtol=0, atol=TOLERANCE)
-    assert_same_gradients(models(family), input_ids=ids, position_ids=POSITIONS, labels=ids)
+    assert_same_gradients(models(family), input_ids=ids, position_ids=positions, labels=ids)
 
 
 @torch.no_grad()
 def test_packed_sequences_by_maps_of_ones_own(models):
     """transformers does not look for packed sequences in gpt-oss; maps say where they are."""
     model = models("gpt_oss")[1]
-    ids = tokens(1, LENGTH)
+    ids, positions = tokens(1, LENGTH), torch.tensor(POSITIONS[:1])
     packed = BlockMask.from_documents(lengths=[8, LENGTH - 8], causal=True)
     window = BlockMask.from_window(MODELS["WINDOW"], LENGTH)
     maps = {"full_attention": packed, "sliding_attention": packed & window}
-    ours = model(ids, attention_mask=maps, position_ids=POSITIONS[:1], use_cache=False).logits
+    ours = model(ids, attention_mask=maps, position_ids=positions, use_cache=False).logits
     for part in (slice(8), slice(8, None)):
         alone = model(ids[:, part]).logits
         torch.testing.assert_close(ours[:, part], alone, rtol=0, atol=TOLERANCE)
     one = models("llama")[1]
-    ours = one(ids, attention_mask=packed, position_ids=POSITIONS[:1], use_cache=False).logits
+    ours = one(ids, attention_mask=packed, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(ours[:, 8:], one(ids[:, 8:]).logits, rtol=0, atol=TOLERANCE)
 
 
@@ -162,6 +169,23 @@ def test_activation_checkpointing(models):
     ours.eval()
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name])
+
+
+def test_compiled_in_one_graph(models):
+    eager, ours = models("gemma2")
+    ids, mask = tokens(2, LENGTH), padded("left", LENGTH)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    inputs["labels"][1, 5] = -100
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    real = mask.bool()
+    found = compiled(**inputs, use_cache=False)
+    expected = eager(**inputs, use_cache=False)
+    torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=0, atol=TOLERANCE)
+    for model, loss in ((ours, found.loss), (eager, expected.loss)):
+        model.zero_grad()
+        loss.backward()
+    for one, other in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert (one.grad - other.grad).abs().max() <= TOLERANCE * other.grad.abs().max()
 
 
 @torch.no_grad()
@@ -203,28 +227,43 @@ def test_dropout_is_applied_in_training_only():
         assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
-def encoder(name):
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
-    )  # fmt: skip
-    config._attn_implementation = name
-    model = transformers.BartModel(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, 0, 0.2)
-    return model
+SMALL = {"vocab_size": 97, "d_model": 32, "pad_token_id": 0}
+OTHERS = {  # name of the classes -> arguments of the configuration, the oldest version
+    "Bart": ({**SMALL, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+              "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}, 4),
+    "T5": ({**SMALL, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}, 5),
+    "Bert": ({"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+              "num_hidden_layers": 1, "num_attention_heads": 4}, 5),
+    "ViT": ({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "image_size": 16, "patch_size": 4}, 4),
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("prefix", OTHERS)
 @torch.no_grad()
-def test_both_directions_and_cross_attention():
-    ids, mask = tokens(2, LENGTH), padded("right", LENGTH)
-    eager, ours = (
-        encoder(name)(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :9])
-        for name in ("eager", "flexmod")
-    )
-    torch.testing.assert_close(ours[0], eager[0], rtol=0, atol=TOLERANCE)
+def test_both_directions_cross_attention_and_position_biases(prefix):
+    arguments, oldest = OTHERS[prefix]
+    if int(transformers.__version__.split(".")[0]) < oldest:
+        pytest.skip(
+            f"transformers {transformers.__version__} keeps the attention of {prefix} fixed"
+        )
+    inputs = {"input_ids": tokens(2, LENGTH), "attention_mask": padded("right", LENGTH)}
+    if prefix in ("Bart", "T5"):
+        inputs["decoder_input_ids"] = tokens(2, 9)
+    if prefix == "ViT":
+        inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    results = []
+    for name in ("eager", "flexmod"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{prefix}Config")(**arguments)
+        config._attn_implementation = name
+        model = getattr(transformers, f"{prefix}Model")(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, 0, 0.2)
+        results.append(model(**inputs)[0])
+    eager, ours = (r[padded("right", LENGTH).bool()] if prefix == "Bert" else r for r in results)
+    torch.testing.assert_close(ours, eager, rtol=0, atol=TOLERANCE)
 
 
 def layer(q_len, kv_len, heads=4, **arguments):
