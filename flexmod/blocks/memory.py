@@ -26,8 +26,7 @@ def map_of(
     """
     if program.captures:
         return BlockMask.from_program(program, shape, block_size, device)
-    numbers = tuple(map(repr, program.numbers))  # 0.0 equals -0.0
-    content = (program.key, program.name, numbers, shape, block_size, device)
+    content = (program.identity, program.name, shape, block_size, device)
     found = _memory.get(content)
     if found is None:
         with torch.inference_mode(False):

@@ -147,4 +147,8 @@ def known(*sums: Sum) -> list[Sum]:
 
 
 def _sized(x: Sum) -> Sum:
-    return x if x.number is None else replace(x, size=abs(x.number))
+    if x.number is not None:
+        return replace(x, size=abs(x.number))
+    if x.size is None and not any(part.span.lo.ndim for part in x.parts):
+        raise NotSeparable  # of numbers alone, and not worked out
+    return x

@@ -30,8 +30,11 @@ def specialize(program: Program, extents: Mapping[str, int]) -> Program:
     shapes = tuple(c.shape for c in program.captures)
     memory = (program.identity, shapes, tuple(extents.items()))
     if memory not in _memory:
-        hoisted, order = hoist(program, _ends(program, extents))
-        instructions, moved = _Narrower(hoisted, _ends(hoisted, extents)).run()
+        ends = _ends(program, extents)
+        hoisted, order = hoist(program, ends)
+        if (hoisted.instructions, hoisted.numbers) != (program.instructions, program.numbers):
+            ends = _ends(hoisted, extents)
+        instructions, moved = _Narrower(hoisted, ends).run()
         outputs = tuple(moved[n] for n in hoisted.outputs)
         narrow = replace(hoisted, instructions=instructions, outputs=outputs, captures=())
         moved = {old: moved[new] for old, new in order.items()}

@@ -43,6 +43,7 @@ BOTH_WAYS = {
     "both at once": lambda b, h, q, k: (q - k).abs() < 100,
     "overflow": lambda b, h, q, k: (q - k) * 2**45 < 2**50,
     "large ids": masks.document(IDS * 2**50),
+    "a power of numbers": (lambda n: lambda b, h, q, k: q - k < n**2)(torch.tensor(9)),
     "a table of pairs": (lambda t: lambda b, h, q, k: t[q // 40, k // 40])(
         torch.rand(75, 75, generator=GENERATOR) < 0.5
     ),

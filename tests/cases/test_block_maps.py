@@ -277,6 +277,33 @@ def test_P097_a_map_made_inside_a_cuda_graph():
         assert float((out - expected).abs().max()) < 1e-4
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_P097_chosen_blocks_inside_a_cuda_graph():
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda") for _ in range(3))
+    chosen = torch.tensor([[[[0, -1], [1, 0], [2, 2], [3, 0]]]], device="cuda")
+    make = lambda: BlockMask.from_topk(chosen, 256, causal, BLOCK_SIZE=64, static=True)
+    held = make()
+    attend = lambda: flexmod.flex_attention(q, k, v, block_mask=held)
+    for _ in range(3):
+        held.update_(make())
+        attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held.update_(make())
+        out = attend()
+    for rows in ([[0, 0], [0, 1], [0, 1], [0, 1]], [[0, -1], [-1, 1], [2, 1], [0, 3]]):
+        chosen.copy_(torch.tensor([[rows]]))
+        graph.replay()
+        torch.cuda.synchronize()
+        blocks = (
+            torch.zeros(4, 5, dtype=torch.bool).scatter_(1, torch.tensor(rows) % 5, True).cuda()
+        )
+        mask_mod = lambda b, h, i, j, blocks=blocks: blocks[i // 64, j // 64] & (i >= j)
+        expected = naive(q, k, v, mask_mod=mask_mod)[0]
+        assert float((out - expected).abs().max()) < 1e-4
+
+
 def test_P083_tables_without_a_version_counter():
     with torch.inference_mode():
         ids = torch.arange(64) // 16
