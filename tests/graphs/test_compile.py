@@ -116,6 +116,31 @@ def test_captured_tensors_learn_whatever_their_rank(agrees, qkv):
     assert agrees(call, (*qkv, learn(), learn(1), learn(LENGTH))) == 1
 
 
+def test_P059_a_bias_from_a_linear_layer(agrees):
+    linear = torch.nn.Linear(32, 4 * 64 * 64)
+
+    def call(x):
+        heads = x.view(2, 64, 4, 8).transpose(1, 2)
+        bias = linear(x[:, 0]).view(2, 4, 64, 64)
+        mod = lambda s, b, h, i, j: s + bias[b, h, i, j]
+        return flexmod.flex_attention(heads, heads, heads, mod)
+
+    assert agrees(call, (learn(2, 64, 32),), learned=list(linear.parameters())) == 1
+
+
+def test_P064_a_bias_from_a_small_network(agrees):
+    mlp = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    place = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1)
+    offset = (place.view(16, 1, 2) - place.view(16, 2)).float()
+
+    def call(q, k, v):
+        bias = mlp(offset.sign() * torch.log1p(offset.abs()))
+        return flexmod.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i, j, h])
+
+    given = [learn(1, 2, 16, 8) for _ in range(3)]
+    assert agrees(call, given, learned=list(mlp.parameters())) == 1
+
+
 def test_a_map_made_inside_from_ids_computed_inside(agrees, qkv):
     def call(q, k, v, starts):
         ids, length = starts.cumsum(0), q.shape[2]
