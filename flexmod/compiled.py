@@ -64,7 +64,8 @@ class Carrier(HigherOrderOperator):
                 _restored(settings["mask"], parts, mask_mod),
                 scale,
                 sink=sink,
-                dropout_p=dropout_p,
+                # Torch compiles anew for another probability; another seed is an argument.
+                dropout_p=float(dropout_p) if _is_symbolic(dropout_p) else dropout_p,
                 dropout_seed=seed,
                 **settings["others"],
             )
@@ -151,6 +152,10 @@ def _same(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def _anything(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx == q_idx
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymFloat | torch.SymInt)
 
 
 def _replay(mod: Callable[..., Any], values: Sequence[Any], name: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from flexmod.blocks import BlockMask, foreign
 from flexmod.blocks.memory import map_of
 from flexmod.blocks.pending import PendingBlockMask
 from flexmod.program import Program, trace
+from flexmod.program.transforms import as_tensor
 
 Mod = Callable[..., Any] | Program
 _MAP_BLOCK = 128
@@ -45,6 +46,8 @@ def seed_tensor(p: float, seed: int | None) -> Tensor | None:
         return None
     if seed is None:
         return torch.randint(2**63 - 1, (), device="cpu")
+    if isinstance(seed, torch.SymInt):
+        return as_tensor(seed, torch.int64)
     low = checks.seed(seed) & (2**64 - 1)
     return torch.full((), low - (low >> 63 << 64), dtype=torch.int64, device="cpu")
 

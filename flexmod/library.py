@@ -7,7 +7,6 @@ it needs, and graphs with equal text do the same.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from flexmod.blocks import BlockMask
 from flexmod.blocks.freshness import STALE, is_fresh
 from flexmod.blocks.memory import map_of
 from flexmod.blocks.runs import Runs
+from flexmod.bounded import Bounded
 from flexmod.errors import BlockMaskError
 from flexmod.kernels import choose
 from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
@@ -32,8 +32,7 @@ _ARGUMENTS = (
     "Tensor[] mask_captures, Tensor[] runs, SymInt[] versions, Tensor? scale, Tensor? seed, "
     "str spec"
 )
-_KNOWN_SIZE = 64
-_known: OrderedDict[tuple[int, int], tuple[tuple[int, int], Runs]] = OrderedDict()
+_known: Bounded[tuple[int, ...], Runs] = Bounded(64)
 _library = torch.library.Library("flexmod", "DEF")
 # `host`: it waits for the device or reads a number on the host, so no CUDA graph may hold it.
 _FORMS = {"": (), ".host": (torch.Tag.cudagraph_unsafe,)}
@@ -144,13 +143,9 @@ def _runs(spans: Tensor, table: Tensor) -> Runs:
     """The runs of a map, with what was worked out of them in earlier runs of a graph."""
     if spans.is_inference() or table.is_inference():  # no counter tells of changes
         return Runs(spans, table)
-    key, versions = (id(spans), id(table)), (spans._version, table._version)
-    kept = _known.get(key)  # it holds the tensors, so that no other can have their ids
-    if kept is None or kept[0] != versions:
-        kept = _known[key] = versions, Runs(spans, table)
-        if len(_known) > _KNOWN_SIZE:
-            _known.popitem(last=False)
-    return kept[1]
+    key = (id(spans), spans._version, id(table), table._version)
+    # What is kept holds the tensors, so that no others can have their ids.
+    return _known.get(key) or _known.keep(key, Runs(spans, table))
 
 
 def _empty_output(inputs: Inputs) -> Tensor:

@@ -51,8 +51,8 @@ class BlockMask:
     runs: Runs
     offset: tuple[int, int] = (0, 0)
     is_placed: bool = True
-    text: str = field(init=False)  # the program's structure, and the versions of what it
-    versions: tuple[int, ...] = field(init=False)  # captures: what a graph holds of a map
+    text: str = field(init=False)  # the program's structure, for graphs
+    versions: tuple[int, ...] = field(init=False)  # of captured tensors, for graphs
     _made_from: Snapshot = field(init=False)
     _regridded: dict[tuple[int, int], BlockMask] = field(init=False, default_factory=dict)
     _moved: dict[torch.device, BlockMask] = field(init=False, default_factory=dict)

@@ -261,6 +261,14 @@ def test_the_other_arguments(agrees, qkv):
     assert agrees(call, (turned, *qkv[1:], learn(HEADS))) == 1
 
 
+def test_dropout_of_another_seed_and_probability(agrees, qkv):
+    def call(q, k, v, seed, p):
+        return flexmod.flex_attention(q, k, v, dropout_p=p, dropout_seed=seed)
+
+    assert agrees(call, *((*qkv, seed, 0.3) for seed in (1, 20, 300, 4000))) == 2
+    agrees(call, *((*qkv, 5, p) for p in (0.0, 0.25, 0.5)))
+
+
 def test_dropout_is_drawn_anew_on_each_run(qkv):
     call = lambda q, k, v: flexmod.flex_attention(q, k, v, dropout_p=0.3)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
