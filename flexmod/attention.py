@@ -93,22 +93,21 @@ def flex_attention(
         >>> out.shape
         torch.Size([1, 2, 4, 8])
     """
-    checks.returns(return_lse, return_aux)
-    arguments: tuple[Any, ...] = (query, key, value, score_mod, block_mask, scale)
-    others: dict[str, Any] = {
-        "enable_gqa": enable_gqa,
-        "kernel_options": kernel_options,
-        "sink": sink,
-        "dropout_p": dropout_p,
-        "dropout_seed": dropout_seed,
-        "deterministic": deterministic,
-        "backend": backend,
-    }
+    if return_aux is not None:
+        checks.returns(return_lse, return_aux)
     if torch.compiler.is_dynamo_compiling():
-        result = compiled.attend(_carrier, *arguments, **others)
+        result = compiled.attend(
+            _carrier, query, key, value, score_mod, block_mask, scale,
+            enable_gqa=enable_gqa, kernel_options=kernel_options, sink=sink, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     else:
-        wants_max = return_aux is not None and bool(return_aux.max_scores)
-        result = _attend(*arguments, **others, wants_max_scores=wants_max)
+        result = _attend(
+            query, key, value, score_mod, block_mask, scale,
+            enable_gqa=enable_gqa, kernel_options=kernel_options, sink=sink, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
+            wants_max_scores=return_aux is not None and bool(return_aux.max_scores),
+        )  # fmt: skip
     return _returned(result, return_lse, return_aux)
 
 
@@ -130,7 +129,8 @@ def _attend(
     wants_max_scores: bool = True,
 ) -> Result:
     """Check the arguments, trace the mods, and run the call: itself, or as one operation."""
-    query, key, value = checks.autocast(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = checks.autocast(query, key, value)
     in_order = given.deterministic(deterministic)
     arguments = memo.arguments_key(
         query, key, value, sink, scale, dropout_p, kernel_options,

@@ -105,8 +105,6 @@ def arguments(
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
     """Under autocast query, key and value take its dtype, but for float64: torch's rule."""
     inputs = Inputs(query, key, value)
-    if not torch._C._is_any_autocast_enabled():
-        return inputs
     for kind in {x.device.type for x in inputs if isinstance(x, Tensor)}:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             inputs = Inputs(*(_cast(x, kind) for x in inputs))

@@ -84,11 +84,16 @@ def _store(key: str, text: str) -> Path:
         COUNTS.disk_hits += 1
         return path
     COUNTS.compiles += 1
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    write(path, text.encode())
     return path
+
+
+def write(path: Path, content: bytes) -> None:
+    """A whole file or none: other processes may read it at the same time."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
 
 
 def _import(key: str, path: Path) -> ModuleType:

@@ -76,7 +76,7 @@ class Launch:
         if key in known:
             self._direct.append(self._launcher(known[key]))
             return self.run(tensors, words)
-        lend_scratch()
+        _set_allocator()(_scratch)
         compiled = self.kernel[(self.programs,)](
             *(readable(x) for x in tensors),
             *self.fixed,
@@ -98,6 +98,7 @@ class Launch:
         from triton import knobs
         from triton.runtime.driver import driver
 
+        set_allocator = _set_allocator()
         launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         stream_of, listeners = driver.active.get_current_stream, knobs.runtime
         needs_scratch = getattr(launch, "global_scratch_size", 1) > 0
@@ -106,7 +107,7 @@ class Launch:
 
         def run(tensors: Sequence[Tensor], words: Sequence[int]) -> None:
             if needs_scratch:
-                lend_scratch()
+                set_allocator(_scratch)
             enter, leave = listeners.launch_enter_hook, listeners.launch_exit_hook
             pointers = [x.data_ptr() for x in tensors]
             if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
@@ -127,12 +128,8 @@ def _set_allocator() -> Callable[[Any], None]:
     return triton.set_allocator  # type: ignore[no-any-return]
 
 
-def lend_scratch() -> None:
-    """Descriptors made in a kernel are kept in memory that Triton asks for at each launch."""
-    _set_allocator()(_scratch)
-
-
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where descriptors that are made in a kernel are kept; Triton asks for it at each launch."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
+from jinja2.bccache import Bucket
 
+from flexmod.kernels.compile import directory, write
 from flexmod.kernels.fa2 import sums as sums_text
 from flexmod.kernels.fa2.sums import Plan
 from flexmod.program.emit import Function
@@ -18,12 +21,30 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _FUNCTION = re.compile(r"@triton\.jit\ndef (\w+)\(.*?(?=\n\n\n|\Z)", re.DOTALL)
 
 
+class _ParsedTemplates(BytecodeCache):
+    """Templates as Jinja has compiled them, kept beside the kernels: parsing them takes longer
+    than the rest of a first call. Jinja's keys and checksums are of their text and its version."""
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        # A damaged file is as good as none: the code stays unset, and is made anew.
+        with suppress(Exception), self._path(bucket).open("rb") as file:
+            bucket.load_bytecode(file)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        with suppress(OSError):
+            write(self._path(bucket), bucket.bytecode_to_string())
+
+    def _path(self, bucket: Bucket) -> Path:
+        return directory() / f"{bucket.key}.jinja"
+
+
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     """Templates lie inside an installed package, or beside it in a source checkout."""
     places = [_PACKAGE / "_templates", _PACKAGE.parent / "templates"]
     return Environment(
         loader=FileSystemLoader(places),
+        bytecode_cache=_ParsedTemplates(),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,

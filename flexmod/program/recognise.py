@@ -19,6 +19,7 @@ import dis
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
@@ -69,6 +70,7 @@ _HARMLESS = tuple(
     "POP_ITER POP_JUMP_ POP_TOP PRECALL PUSH_NULL RERAISE RESUME RETURN_ SET_FUNCTION_ATTRIBUTE "
     "STORE_FAST SWAP TO_BOOL UNARY_ UNPACK_ YIELD_VALUE".split()
 )
+_KINDS_OF_CLASSES = (type, type(Tensor), type(Parameter))
 _NOTHING = object()
 _MOST_ENTRIES = 64  # of a list or tuple
 
@@ -157,7 +159,9 @@ class _Walk:
         if kind is functools.partial:
             named = tuple(x.keywords.items())
             return kind, self.value(x.func), self.value(x.args), self.value(named)
-        return x if _is_pure(x) else _unknown()
+        if kind is BuiltinFunctionType or kind in _KINDS_OF_CLASSES:
+            return x if _is_pure(x) else _unknown()
+        return _unknown()
 
     def function(self, f: FunctionType) -> Hashable:
         code = f.__code__
@@ -208,17 +212,18 @@ class _Walk:
         """What the modules have under the names of attributes that are read somewhere."""
         found: list[Hashable] = []
         resolved: set[str] = set()
-        done: set[tuple[ModuleType, _Reads]] = set()
-        while todo := [p for p in product(self.modules, self.codes) if p not in done]:
-            for module, reads in todo:
-                done.add((module, reads))
+        size = -1
+        while size != len(self.modules) + len(self.codes):  # until nothing new turns up
+            size = len(self.modules) + len(self.codes)
+            found.clear()
+            for module, reads in product(self.modules, self.codes):
                 for name in reads.attributes:
                     x = module.__dict__.get(name, _NOTHING)
                     if x is not _NOTHING:
                         found += [name, self.value(x)]
                         resolved.add(name)
         for reads in self.codes:
-            if not resolved.issuperset(reads.foreign):
+            if not reads.foreign <= resolved:
                 _unknown()
         return tuple(found)
 
@@ -235,14 +240,15 @@ def _unknown() -> NoReturn:
     raise _Unknown
 
 
+@lru_cache(maxsize=4096)
 def _is_pure(x: Any) -> bool:
-    """Whether it is Python's or torch's own, and does nothing but compute."""
-    if type(x) is BuiltinFunctionType:
-        home = (x.__module__ or "").partition(".")[0]
-        name = x.__name__.removeprefix("special_")
-        known = home == "torch" and (name in FUNCTIONS or name in METADATA)
-        return known or home in _PURE_MODULES or x in _PURE
-    return isinstance(x, type) and x in _PURE
+    """Whether a builtin function or a class does nothing but compute."""
+    if isinstance(x, type):
+        return x in _PURE
+    home = (x.__module__ or "").partition(".")[0]
+    name = x.__name__.removeprefix("special_")
+    known = home == "torch" and (name in FUNCTIONS or name in METADATA)
+    return known or home in _PURE_MODULES or x in _PURE
 
 
 def _read(code: CodeType) -> _Reads:

@@ -11,6 +11,7 @@ import torch
 import flexmod
 from flexmod import cache, masks, mods
 from flexmod.kernels import compile as kernels
+from flexmod.kernels import templates
 
 pytest.importorskip("triton")
 
@@ -69,6 +70,20 @@ def test_a_damaged_entry_is_rebuilt(fresh, damage):
     assert load().x == 1
     assert counts() == (2, 0, 0) and path.read_text().endswith("x = 1\n")
     assert not list(fresh.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("kept", ["all", "start", "garbage"])
+def test_parsed_templates_are_kept_and_rebuilt_when_damaged(fresh, kept):
+    def text():
+        templates._environment.cache_clear()
+        return templates.device_functions("tanh(")
+
+    first = text()
+    (path,) = fresh.glob("*.jinja")
+    whole = path.read_bytes()
+    path.write_bytes({"all": whole, "start": whole[:40], "garbage": b"j2" + bytes(range(90))}[kept])
+    assert text() == first and path.read_bytes() == whole
+    templates._environment.cache_clear()
 
 
 def test_the_directory_is_private(fresh):

@@ -50,6 +50,7 @@ class Forward:
         out = kernel.dense(new_output(problem, ready.query))
         self.out_shape, self.out_strides = out.shape, out.stride()
         self.lse_shape = out.shape[:3]
+        self.sample = torch.empty(0, dtype=problem.work_dtype, device=problem.device)
         self.launch = self._launch(problem, ready, out, tiles, found)
 
     def _plan(self, problem: Problem, found: tuning.Target) -> tuple[Problem, tuning.Tiles]:
@@ -90,8 +91,11 @@ class Forward:
 
     def empty(self, query: Tensor) -> Result:
         """What the kernel will fill, beside `query`."""
-        out = query.new_empty_strided(self.out_shape, self.out_strides, dtype=self.written)
-        lse = query.new_empty(self.lse_shape, dtype=self.work_dtype)
+        if self.written == query.dtype:  # quicker without an argument
+            out = query.new_empty_strided(self.out_shape, self.out_strides)
+        else:
+            out = query.new_empty_strided(self.out_shape, self.out_strides, dtype=self.written)
+        lse = self.sample.new_empty(self.lse_shape)
         return Result(out, lse, torch.empty_like(lse) if self.wants_max_scores else None)
 
     def tensors(self, given: Operands, result: Result) -> list[Tensor]:

@@ -159,4 +159,4 @@ def dropout_values(problem: Problem) -> tuple[float, int]:
 
 def words(seed: int) -> tuple[int, int]:
     """The seed of dropout as the kernels take it."""
-    return seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) if seed else (0, 0)
