@@ -60,19 +60,24 @@ def _attend(
         visible = walk.visible_positions(problem, keys, indices)
         score = walk.modified(problem, score.view(batch, heads, rows, -1), indices, visible)
         top = torch.maximum(top, score.amax(-1, keepdim=True))
-        far = ((top - origin).abs() > _REACH) & (top != -torch.inf)
-        if bool(far.any()):
-            before, origin, moved = origin, torch.where(far, top, origin), True
-            rescale = torch.exp(
-                (before - origin).clamp(max=0.0)
-            )  # it falls before anything is seen
-            total, out = total * rescale, out * rescale
+        if moved or not _is_near(top):
+            far = ((top - origin).abs() > _REACH) & (top != -torch.inf)
+            if bool(far.any()):
+                before, origin, moved = origin, torch.where(far, top, origin), True
+                factor = torch.exp((before - origin).clamp(max=0.0))  # may fall if nothing was seen
+                total, out = total * factor, out * factor
         weight = walk.exponential(problem, score, origin if moved else None)
         total += weight.sum(-1, keepdim=True)
         keep = walk.kept(problem, indices)
         weight = weight if keep is None else weight * keep
         out += weigh(weight.view(*grouped, -1), value[:, :, keys.span]).view_as(out)
     return _finish(problem, row, out, total, origin, top)
+
+
+def _is_near(top: Tensor) -> bool:
+    """Whether all maxima are in reach of 0."""
+    lowest, highest = torch.aminmax(top)
+    return float(lowest) >= -_REACH and float(highest) <= _REACH
 
 
 def _finish(
