@@ -143,6 +143,8 @@ def _rules() -> dict[str, Callable[..., Any]]:
         "pow": lambda a, b: a**b,
         "minimum": lambda a, b: s.Min(a, b, evaluate=False),
         "maximum": lambda a, b: s.Max(a, b, evaluate=False),
+        "amin": lambda a, b: s.Min(a, b, evaluate=False),
+        "amax": lambda a, b: s.Max(a, b, evaluate=False),
         "eq": s.Eq,
         "eq_bool": s.Equivalent,
         "ne": s.Ne,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexmod.program import vjp
 from flexmod.program.ir import Load, Program
 from flexmod.program.ops import TABLE
 from flexmod.program.proxy import Proxy, record
@@ -94,20 +95,34 @@ def _propagate(
 ) -> None:
     """Send the gradient of one line on to its operands."""
     line = program.instructions[position]
-    operands = [lines[a] for a in line.args]
+    sources = list(line.args)
+    operands = [lines[a] for a in sources]
     if line.op in ("cast", "round_to"):
         source = operands[0]
         gradients = (
             (source.recorder.cast(grad, source.dtype),) if source.is_floating_point() else ()
         )
+    elif line.op in ("amax", "amin"):
+        sources = _entries(program, position)
+        gradients = vjp.shared(grad, lines[position], *(lines[n] for n in sources))
     elif TABLE[line.op].vjp is None:
         return
     else:
         gradients = TABLE[line.op].vjp(grad, lines[position], *operands)  # type: ignore[misc]
-    for argument, gradient in zip(line.args, gradients, strict=False):
+    for argument, gradient in zip(sources, gradients, strict=False):
         if gradient is not None and program.instructions[argument].dtype.is_floating_point:
             earlier = received.get(argument)
             received[argument] = gradient if earlier is None else record("add", earlier, gradient)
+
+
+def _entries(program: Program, position: int) -> list[int]:
+    """Lines of all entries of the vector that an `amax` or `amin` ends."""
+    found = []
+    line = program.instructions[position]
+    while line.attr > 2:
+        found.append(line.args[1])
+        line = program.instructions[line.args[0]]
+    return [*line.args, *reversed(found)]
 
 
 def _collect(

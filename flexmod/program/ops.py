@@ -102,6 +102,9 @@ _ROWS = [
         ("maximum",),
         vjp=vjp.maximum,
     ),
+    # of whole vectors, an entry at a time (attr: how many so far): see `vjp.shared`
+    Op("amin", torch.minimum, f"tl.minimum({{0}}, {{1}}, {_NAN})", bound.rising(torch.minimum)),
+    Op("amax", torch.maximum, f"tl.maximum({{0}}, {{1}}, {_NAN})", bound.rising(torch.maximum)),
     Op("pow", torch.pow, "power({0}, {1})", bound.unknown, vjp=vjp.power),
     # comparisons
     Op("eq", torch.eq, "{0} == {1}", bound.eq, ("eq", "__eq__")),

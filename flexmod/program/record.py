@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 HALF = (torch.float16, torch.bfloat16)
 Operand = Any  # a Proxy or a Python number
 # On booleans torch reads these as logic.
-_LOGIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+_LOGIC = {"add": "or", "mul": "and"} | dict.fromkeys(("maximum", "amax"), "or")
+_LOGIC |= dict.fromkeys(("minimum", "amin"), "and")
 # A number of a dynamic graph behaves as the Python number that it stands for.
 _SYMBOLIC = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 NUMBERS = (bool, int, float, *_SYMBOLIC)
@@ -80,13 +81,13 @@ class Recorder:
         """The type that operands of one operation share; two Python floats are `real`."""
         return _types("where", (torch.bool, *(_kind(v) for v in values)), self.real)[2]
 
-    def apply(self, name: str, *args: Operand) -> Proxy:
+    def apply(self, name: str, *args: Operand, attr: Hashable = None) -> Proxy:
         """Record one row of the table, its operands cast to one type."""
         name, operands, dtype = _types(name, tuple(_kind(a) for a in args), self.real)
         if name in ("floordiv", "mod") and not dtype.is_floating_point and _is_zero(args[1]):
             raise TraceError("division by the number 0")
         values = [self.as_proxy(a, t) for a, t in zip(args, operands, strict=True)]
-        return self.emit(name, tuple(v.position for v in values), dtype)
+        return self.emit(name, tuple(v.position for v in values), dtype, attr)
 
     def load(self, tensor: Tensor, indices: list[Proxy]) -> Proxy:
         """Read one element of a captured tensor; half precision is read as float32."""

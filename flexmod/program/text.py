@@ -101,7 +101,7 @@ def _written(line: Instruction) -> object:
 def _read(op: str, args: list[int], dtype: str, attr: Any) -> Instruction:
     if op == "load":
         attr = Load(attr[0], tuple(attr[1]))
-    elif op in CONVERSIONS and attr is not None:
+    elif op == "round_to":
         attr = getattr(torch, str(attr))
     return Instruction(op, tuple(args), getattr(torch, dtype), attr)
 

@@ -84,12 +84,29 @@ def _reduce(
     """A function of one axis from one of two entries; `prepare` brings entries to torch's type."""
 
     def reduction(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        if dim not in (None, 0, -1, (0,), (-1,)) or keepdim:
-            raise TraceError("a reduction in a mod works on one axis: leave dim and keepdim out")
-        entries = [x] if isinstance(x, Proxy) else elements(x)
-        return reduce(step, [prepare(entry) for entry in entries])
+        return reduce(step, [prepare(entry) for entry in _entries(x, dim, keepdim)])
 
     return reduction
+
+
+def _entries(x: Any, dim: Any, keepdim: bool) -> list[Any]:
+    if dim not in (None, 0, -1, (0,), (-1,)) or keepdim:
+        raise TraceError("a reduction in a mod works on one axis: leave dim and keepdim out")
+    return [x] if isinstance(x, Proxy) else elements(x)
+
+
+def _extreme(op: str) -> Callable[..., Any]:
+    """The largest or smallest entry: an operation of its own, as ties share its gradient evenly."""
+
+    def extreme(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        entries = _entries(x, dim, keepdim)
+        kind = reduce(torch.promote_types, (entry.dtype for entry in entries))
+        found, *rest = (x.recorder.cast(entry, kind) for entry in entries)
+        for count, entry in enumerate(rest, 2):
+            found = x.recorder.apply(op, found, entry, attr=count)
+        return found
+
+    return extreme
 
 
 def _summed(x: Any) -> Any:
@@ -105,8 +122,8 @@ named("sum")(_reduce(lambda x, y: x + y, _summed))
 named("prod")(_reduce(lambda x, y: x * y, _summed))
 named("any")(_reduce(lambda x, y: x | y, _truth))
 named("all")(_reduce(lambda x, y: x & y, _truth))
-named("amax")(_reduce(lambda x, y: call("maximum", (x, y), {})))
-named("amin")(_reduce(lambda x, y: call("minimum", (x, y), {})))
+named("amax")(_extreme("amax"))
+named("amin")(_extreme("amin"))
 
 
 @named("mean")

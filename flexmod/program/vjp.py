@@ -57,6 +57,13 @@ def maximum(grad: Any, result: Any, x: Any, y: Any) -> Gradients:
     return minimum(grad, result, -x, -y)
 
 
+def shared(grad: Any, result: Any, *entries: Any) -> Gradients:
+    """Of amax and amin: all entries that are the result have an equal part."""
+    ties = [(entry == result) * torch.ones_like(grad) for entry in entries]
+    part = grad / sum(ties[1:], ties[0])
+    return tuple(part * tie for tie in ties)
+
+
 def power(grad: Any, result: Any, x: Any, y: Any) -> Gradients:
     zero = torch.zeros_like(grad)
     of_base = torch.where(y == 0, zero, grad * y * torch.pow(x, y - 1))

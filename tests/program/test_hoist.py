@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import flexmod
 from flexmod import masks, mods
+from flexmod.program import text
 from flexmod.program.dependence import dependence
 from flexmod.program.evaluate import evaluate
 from flexmod.program.gradient import differentiate
@@ -126,6 +127,14 @@ def test_a_chain_of_shared_lines_takes_no_time():
 
     same_extents = {"b": 1, "h": 1, "q_idx": 5, "kv_idx": 5}
     assert specialize(flexmod.trace(mod), same_extents).instructions
+
+
+def test_a_specialized_program_survives_as_text():
+    program = flexmod.trace(mods.alibi(4))
+    narrow = specialize(program, {"b": 1, "h": 4, "q_idx": 9, "kv_idx": 9})
+    again = text.restored(text.structure(narrow), "alibi", narrow.numbers, narrow.captures)
+    assert any(line.attr == "exact" for line in narrow.instructions)
+    assert again.instructions == narrow.instructions and again.outputs == narrow.outputs
 
 
 def on_tiles(program):

@@ -70,8 +70,8 @@ def test_rule_is_torchs(name):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-# Defined for integers and booleans only, or refused by torch's autograd itself.
-NOT_DIFFERENTIATED = {"floordiv", "floordiv_natural", "mod_natural"}
+# Defined for integers and booleans only, refused by torch's autograd, or of whole vectors (below).
+NOT_DIFFERENTIATED = {"floordiv", "floordiv_natural", "mod_natural", "amax", "amin"}
 
 
 @pytest.mark.parametrize("name", sorted(set(TABLE) - set(OPERANDS) - NOT_DIFFERENTIATED))
@@ -265,3 +265,33 @@ def test_dependence_of_an_index_that_reads_the_score():
     gradient = differentiate(program, frozenset([0]))
     kind = sums._kind(gradient.program, gradient.loads[0], dependence(gradient.program))
     assert kind == "element"
+
+
+EXTREMES = {
+    "largest": lambda t, q, k: t[q].amax() * t[k].amax(),
+    "smallest": lambda t, q, k: t[q].amin() - t[k].amin() * 2,
+    "of results": lambda t, q, k: torch.amax(t[q] * t[k]) + torch.amin(torch.abs(t[q] - t[k])),
+    "two by two": lambda t, q, k: torch.maximum(torch.maximum(t[q, 0], t[q, 1]), t[k, 2]),
+    "a part and all": lambda t, q, k: t[q][:2].amax() + t[q].amax() + t[k][:3].amin(),
+    "one entry": lambda t, q, k: t[q][:1].amax() + t[k][2:3].amin(),
+}
+TIED = [[1, 1, 1, 1], [2, 1, 2, 2], [3, 3, 0, -1], [1, 2, 3, 4], [-1, -1, -1, 5], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_ties_of_a_vector_share_a_gradient_as_torchs_do(name):
+    table = torch.tensor(TIED, dtype=torch.float64, requires_grad=True)
+    query, key, value = torch.randn(3, 1, 1, len(TIED), 4, dtype=torch.float64)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + EXTREMES[name](table, q_idx, kv_idx)
+
+    weight = torch.randn(len(TIED), 4, dtype=torch.float64)
+    found, wanted = (
+        torch.autograd.grad((out * weight).sum(), table)[0]
+        for out in (
+            flexmod.flex_attention(query, key, value, score_mod, backend="cpu"),
+            flexmod.testing.naive(query, key, value, score_mod)[0],
+        )
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
