@@ -16,8 +16,8 @@ from flexmod.program.proxy import FUNCTIONS
 from flexmod.program.specialize import specialize
 
 # Of more than one entry, so covered by test_trace.py.
-_VECTORS = """sum mean amax amin dot inner vdot matmul __matmul__ __rmatmul__ take gather
-index_select embedding""".split()
+_VECTORS = """sum prod any all unsqueeze mean amax amin dot inner vdot matmul __matmul__ __rmatmul__
+take gather index_select embedding""".split()
 _ALIASES = ["log_sigmoid", "__rdiv__"]  # what torch calls F.logsigmoid and 1 / x inside
 _SAME = "contiguous cpu cuda view_as squeeze reshape view".split()
 # Made by `specialize`, or of whole vectors.
