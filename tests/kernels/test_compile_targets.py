@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.xdist_group("compile")  # one worker: the fixture takes minutes
 
 HERE = Path(__file__).parent
-GROUPS = ("mods", "heads", "backward", "bounds")
+GROUPS = ("mods", "heads", "backward", "hopper", "bounds")
 LIMITS = {
     "sm_80": 163 << 10,
     "sm_86": 99 << 10,
@@ -30,7 +30,7 @@ def usages(tmp_path_factory):
     running = {arch: _start(arch, tmp_path_factory.mktemp(arch)) for arch in LIMITS}
     found = {}
     for arch, process in running.items():
-        output, errors = process.communicate(timeout=600)
+        output, errors = process.communicate(timeout=1500)
         assert process.returncode == 0, errors
         found[arch] = [json.loads(line) for line in output.splitlines()]
     return found
