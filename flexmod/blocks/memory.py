@@ -9,6 +9,7 @@ import torch
 
 from flexmod.blocks.block_mask import BlockMask
 from flexmod.program import Program
+from flexmod.program.transforms import is_wrapped
 
 _KEPT = 32
 _memory: OrderedDict[Hashable, BlockMask] = OrderedDict()
@@ -32,6 +33,8 @@ def map_of(
         with torch.inference_mode(False):
             found = BlockMask.from_program(program, shape, block_size, device)
         if type(found.runs.table) is not torch.Tensor:  # of a mode that shows other tensors
+            return found
+        if is_wrapped(found.runs.table):  # it ends with the transform that it was made in
             return found
         _memory[content] = found
         if len(_memory) > _KEPT:
