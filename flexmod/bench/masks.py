@@ -122,9 +122,11 @@ def peak(call: Callable[[], Any], device: str) -> float:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    call()
-    done.set()
-    thread.join()
+    try:
+        call()
+    finally:  # else the process would never end
+        done.set()
+        thread.join()
     return (highest - before) / MIB
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -301,6 +302,15 @@ def test_workers_end_when_there_is_no_time_left():
 def test_masks_suite_measures_one_map():
     figures = masks.figures_of("flexmod", "causal", 512, "cpu")
     assert figures["ms"] > 0 and figures["mib"] >= 0
+
+
+def test_a_map_that_cannot_be_built_ends_its_process():
+    setting = command.make_setting(parse("--suite=masks", "--device=cpu", "--seconds=100"))
+    with pytest.raises(RuntimeError, match="nothing"):
+        masks.in_own_process("flexmod", "nothing", 64, setting)
+    with pytest.raises(ZeroDivisionError):
+        masks.peak(lambda: 1 // 0, "cpu")
+    assert not [thread for thread in threading.enumerate() if "watch" in thread.name]
 
 
 def test_masks_suite_has_every_row_at_both_lengths(monkeypatch):
