@@ -155,6 +155,18 @@ def test_transforms_of_torch_func(qkv):
     torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q) for q in many]))
 
 
+@pytest.mark.parametrize("create", [None, theirs.create_block_mask])
+def test_a_map_made_inside_of_a_transform_does_not_outlive_it(lanes, create):
+    """The mask is met for the first time under func.grad, whose tensors end with it."""
+    lane = lanes("fa2", torch.float32)
+    query, key, value = lane.qkv((1, 2, 20, 8))
+    mask = lambda b, h, i, j: (i - j).abs() < 7
+    given = mask if create is None else create(mask, None, None, 20, 20, device=lane.device)
+    call = lambda q: flexmod.flex_attention(q, key, value, None, given, backend="fa2")
+    torch.func.grad(lambda q: call(q).sum())(query)
+    assert_matches(call(query), naive(query, key, value, None, mask)[0])
+
+
 def test_a_map_of_a_lambda_pickles(qkv):
     window = 5
     made = flexmod.create_block_mask(lambda b, h, i, j: (i - j).abs() < window, 1, 1, 20, 20)

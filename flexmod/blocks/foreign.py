@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexmod.blocks.block_mask import BlockMask
 from flexmod.blocks.given import from_dense_blocks, listed_blocks
+from flexmod.blocks.memory import is_lasting
 from flexmod.blocks.runs import EMPTY, FULL, PARTIAL
 from flexmod.errors import BlockMaskError
 from flexmod.program import Program, trace
@@ -66,7 +67,10 @@ def from_torch(given: TorchBlockMask) -> BlockMask:
         or (found.plain, found.versions) != (plain, versions)
         or any(a is not b for a, b in zip(found.tensors, tensors, strict=True))
     ):
-        found = _converted[given] = _Converted(plain, tensors, versions, _made(given, program))
+        with torch.inference_mode(False):
+            found = _Converted(plain, tensors, versions, _made(given, program))
+        if is_lasting(found.mask):
+            _converted[given] = found
     return found.mask
 
 

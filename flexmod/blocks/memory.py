@@ -32,7 +32,7 @@ def map_of(
     if found is None:
         with torch.inference_mode(False):
             found = BlockMask.from_program(program, shape, block_size, device)
-        if type(found.runs.table) is not torch.Tensor:  # of a mode that shows other tensors
+        if not is_lasting(found):
             return found
         if is_wrapped(found.runs.table):  # it ends with the transform that it was made in
             return found
@@ -42,3 +42,9 @@ def map_of(
     else:
         _memory.move_to_end(content)
     return found
+
+
+def is_lasting(mask: BlockMask) -> bool:
+    """Whether a map's tensors outlive a mode or a torch.func transform that it was made under."""
+    table = mask.runs.table
+    return type(table) is torch.Tensor and not is_wrapped(table)
