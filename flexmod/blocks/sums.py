@@ -127,6 +127,8 @@ def known(*sums: Sum) -> list[Sum]:
             ends = [end for part in each.parts for end in part.span]
             flags += [((end > -_CHECKED) & (end < _CHECKED)).all() for end in ends]
         if each.column is not None and each.column.rising is None:
+            if not all(end.ndim for end in each.column.span):  # kv_idx % 8: the same everywhere
+                raise NotSeparable
             pairs = [(end[..., :-1], end[..., 1:]) for end in each.column.span]
             flags += [(a <= b).all() for a, b in pairs] + [(a >= b).all() for a, b in pairs]
     answers = iter(torch.stack(flags).tolist() if flags else [])

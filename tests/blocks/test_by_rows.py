@@ -44,6 +44,8 @@ BOTH_WAYS = {
     "overflow": lambda b, h, q, k: (q - k) * 2**45 < 2**50,
     "large ids": masks.document(IDS * 2**50),
     "a power of numbers": (lambda n: lambda b, h, q, k: q - k < n**2)(torch.tensor(9)),
+    "the same range in all blocks": lambda b, h, q, k: (q // 24 == k // 24) & (q % 24 >= k % 24),
+    "the same range, falling": lambda b, h, q, k: q % 50 + k % 24 < 40,
     "a table of pairs": (lambda t: lambda b, h, q, k: t[q // 40, k // 40])(
         torch.rand(75, 75, generator=GENERATOR) < 0.5
     ),
