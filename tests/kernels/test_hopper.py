@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from flexmod.kernels import hopper
 from flexmod.kernels.fa2.target import target
 from flexmod.kernels.hopper import tiles
 from flexmod.kernels.hopper.backward import Backward
-from flexmod.kernels.launch import Launch
 from flexmod.kernels.problem import Inputs, Saved
-from flexmod.kernels.tuning import Target, Tiles
+from flexmod.kernels.tuning import Target
 
 pytest.importorskip("triton")
 TARGET = Target("sm_90", 227 << 10)
@@ -94,44 +92,6 @@ def test_the_passes_of_a_backward_serve_every_head_once(kv_batch, kv_len):
         assert planes * problem.q_len * problem.head_dim <= back.sums
     assert served == list(range(problem.batch * problem.heads))
     assert len(back.passes) == (2 if kv_len > 256 and kv_batch == 2 else 1)
-
-
-class Kernel:
-    """Stands for Triton's: notes each launch, by Triton's way and directly."""
-
-    arg_names = ("X", "n", "SIZE")
-
-    def __init__(self):
-        self.launched = []
-
-    def __getitem__(self, grid):
-        def run(*arguments, **options):
-            self.launched.append(("compiled", arguments[1:], options["SIZE"]))
-            return SimpleNamespace(packed_metadata=())
-
-        return run
-
-
-def test_each_run_of_a_launch_launches_once(monkeypatch):
-    """The second launch of a kernel that is compiled already included."""
-    kernel = Kernel()
-
-    def launcher(launch, compiled):
-        found = ("direct", launch.fixed, launch.fields["SIZE"])
-        return lambda tensors, words: kernel.launched.append(found)
-
-    monkeypatch.setattr(Launch, "_launcher", launcher)
-    monkeypatch.setattr("flexmod.kernels.launch.lend_scratch", lambda: None)
-    module, x = SimpleNamespace(kernel=kernel), torch.zeros(4)
-    expected = []
-    for n, size in ((1, 8), (2, 8), (3, 16)):
-        fixed, cut = (n,), Tiles(64, 64, 4, 1)
-        launch = Launch(module, "kernel", 1, fixed, {"SIZE": size}, cut, torch.device("cpu"))
-        for turn in range(3):
-            launch.run([x])
-            is_new = turn == 0 and (n, size) != (2, 8)
-            expected.append(("compiled" if is_new else "direct", fixed, size))
-    assert kernel.launched == expected
 
 
 def is_hopper():

@@ -78,21 +78,10 @@ class Backward:
         self.passes = self._make_passes(problem, inputs, saved)
 
     def _fields(self, problem: Problem) -> dict[str, Any]:
-        block = problem.mask.block_size if problem.mask else (1, 1)
-        head, value = tiles.padded(problem)
-        return {
-            "HEAD_DIM": problem.head_dim,
-            "VALUE_DIM": problem.value_dim,
-            "PADDED_DIM": head,
-            "PADDED_VALUE": value,
+        return tiles.fields(problem) | {
             "TILE_Q": tiles.ROWS,
-            "TILE_KV": tiles.TILE_KV,
-            "BLOCK_Q": block[0],
-            "BLOCK_KV": block[1],
-            "HAS_SCORE": problem.score is not None,
             "HAS_SLOPE": problem.gradient is not None and not problem.gradient.is_identity,
-            "HAS_MAP": problem.mask is not None,
-            "STAGES": _STAGES[max(head, value)],
+            "STAGES": _STAGES[max(tiles.padded(problem))],
             "REGISTERS": _REGISTERS,
         }
 

@@ -62,18 +62,7 @@ class Forward(Portable):
         )  # fmt: skip
 
     def _fields(self, problem: Problem, cut: tiles.Forward) -> dict[str, Any]:
-        block = problem.mask.block_size if problem.mask else (1, 1)
-        head, value = tiles.padded(problem)
-        return {
-            "HEAD_DIM": problem.head_dim,
-            "VALUE_DIM": problem.value_dim,
-            "PADDED_DIM": head,
-            "PADDED_VALUE": value,
-            "TILE_KV": tiles.TILE_KV,
-            "BLOCK_Q": block[0],
-            "BLOCK_KV": block[1],
-            "HAS_SCORE": problem.score is not None,
-            "HAS_MAP": problem.mask is not None,
+        return tiles.fields(problem) | {
             "HAS_SINK": problem.sink is not None,
             "HAS_MAXIMA": problem.wants_max_scores,
             "DYNAMIC": self.is_dynamic,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,23 @@ def padded(problem: Problem) -> tuple[int, int]:
     """Widths of a key and a value in shared memory."""
     head, value = (tuning.padded(max(d, 64)) for d in (problem.head_dim, problem.value_dim))
     return head, value
+
+
+def fields(problem: Problem) -> dict[str, Any]:
+    """Compile-time arguments that both kernels share."""
+    block = problem.mask.block_size if problem.mask else (1, 1)
+    head, value = padded(problem)
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "VALUE_DIM": problem.value_dim,
+        "PADDED_DIM": head,
+        "PADDED_VALUE": value,
+        "TILE_KV": TILE_KV,
+        "BLOCK_Q": block[0],
+        "BLOCK_KV": block[1],
+        "HAS_SCORE": problem.score is not None,
+        "HAS_MAP": problem.mask is not None,
+    }
 
 
 @cache
