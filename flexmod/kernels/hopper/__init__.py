@@ -52,8 +52,11 @@ def limits(problem: Problem) -> str | None:
     for dim in (problem.head_dim, problem.value_dim):
         if not _DIMS[0] <= dim <= _DIMS[1] or dim % 8:
             return f"it serves head dimensions of {_DIMS[0]} to {_DIMS[1]} by 8, not {dim}"
-    if problem.q_len < _FEWEST_ROWS or max(problem.q_len, problem.kv_len) >= _LONGEST:
+    if problem.q_len < _FEWEST_ROWS:
         return f"it serves {_FEWEST_ROWS} queries and more, not {problem.q_len}"
+    longest = max(problem.q_len, problem.kv_len)
+    if longest >= _LONGEST:
+        return f"it serves fewer than {_LONGEST:,} queries and keys, not {longest:,}"
     if problem.dropout_p:
         return "it has no dropout"
     if problem.score is None and not problem.scale >= 0:
