@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexmod.program.columns import INPUT, flattened, is_flat
+from flexmod.program.dependence import dependence
 from flexmod.program.ir import ARGUMENTS, Instruction, Load, Program, interpret
 from flexmod.program.ops import TABLE
 
@@ -39,20 +41,24 @@ class Function(NamedTuple):
         return ", ".join(name for name, _ in self.parameters)
 
 
-def emit(program: Program, prefix: str, fast: bool = False, gluon: bool = False) -> Function:
+def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -> Function:
     """The Triton function of a specialized program.
 
     Args:
         program: see `specialize`.
         prefix: put before parameter names, so that two functions can share a kernel.
         fast: use the cheaper spelling of an operation where its row has one.
-        gluon: for a Gluon kernel, where a number cannot be made without a layout, only cast.
+        columns: for a Gluon kernel, the index along the columns of its tiles. The function then
+            also takes them as a vector, see `columns.flattened`.
     """
-    scalar = "tl.cast({}, {})" if gluon else "tl.full((), {}, {})"
+    # In Gluon a number cannot be made without a layout, only cast.
+    scalar = "tl.cast({}, {})" if columns else "tl.full((), {}, {})"
     tensors, values = _parameters(program, prefix)
+    program = flattened(program, columns) if columns else program
     names = [*tensors, *(name for name, _ in values)]
     body: list[str] = []
-    valid: list[str] = []
+    valid: tuple[list[str], list[str]] = [], []  # flags of loads: on the tile, on its columns
+    reads = dependence(program)
 
     def leaf(position: int, line: Instruction, args: tuple[str, ...]) -> str:
         name = f"v{position}"
@@ -66,25 +72,31 @@ def emit(program: Program, prefix: str, fast: bool = False, gluon: bool = False)
                 else f"{name} = {scalar.format(number, _TYPES[line.dtype])}"
             )  # fmt: skip
         else:
-            body.extend(_load(program, line, args, name, prefix, valid))
+            flags = valid[is_flat(reads[position])]
+            body.extend(_load(program, line, args, name, prefix, flags))
         return name
 
     def apply(line: Instruction, args: tuple[str, ...]) -> str:
         name = f"v{len(body)}_"
-        body.append(f"{name} = {_spell(program, line, args, fast)}")
+        spread = line.op == "spread"
+        text = f"spread({args[0]}, {columns})" if spread else _spell(line, args, fast)
+        body.append(f"{name} = {text}")
         return name
 
     lines = interpret(program, leaf, apply)
     result = ", ".join(lines[n] for n in program.outputs)
     result = f"({result},)" if program.kind == "gradient" else result
-    if valid and program.kind == "score":
-        body.append(f"{result} = tl.where({' & '.join(valid)}, {result}, float('nan'))")
-    signature = ", ".join([*ARGUMENTS[program.kind], *names])
+    on_tile, on_columns = (" & ".join(flags) for flags in valid)
+    if on_columns:
+        on_tile += f"{' & ' if on_tile else ''}spread({on_columns}, {columns})"
+    if on_tile and program.kind == "score":
+        body.append(f"{result} = tl.where({on_tile}, {result}, float('nan'))")
+    signature = ", ".join([*ARGUMENTS[program.kind], *([INPUT] if columns else []), *names])
     text = [f"def {program.kind}_mod({signature}):", *body, f"return {result}"]
     return Function("@triton.jit\n" + "\n    ".join(text) + "\n", tensors, values)
 
 
-def _spell(program: Program, line: Instruction, args: tuple[str, ...], fast: bool) -> str:
+def _spell(line: Instruction, args: tuple[str, ...], fast: bool) -> str:
     if line.op == "cast" and line.dtype == torch.bool:
         return f"{args[0]} != 0"
     if line.op == "cast":

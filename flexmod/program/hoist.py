@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from flexmod.program.dependence import dependence
-from flexmod.program.ir import Instruction, Program
+from flexmod.program.ir import Instruction, Program, rebuilt
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _WIDE = (torch.int32, torch.int64)
@@ -77,19 +77,8 @@ class _Hoister:
     def finish(self) -> tuple[Program, dict[int, int]]:
         """Only what the results need, renumbered."""
         outputs = [self.moved[n] for n in self.program.outputs]
-        needed = set(outputs)
-        for position in range(len(self.lines) - 1, -1, -1):
-            if position in needed:
-                needed.update(self.lines[position].args)
-        order = {old: new for new, old in enumerate(sorted(needed))}
-        lines = (self.lines[old] for old in order)
-        made = replace(
-            self.program,
-            instructions=tuple(i._replace(args=tuple(order[a] for a in i.args)) for i in lines),
-            outputs=tuple(order[n] for n in outputs),
-            numbers=tuple(self.numbers),
-            sites={},
-        )
+        program = replace(self.program, numbers=tuple(self.numbers))
+        made, order = rebuilt(program, self.lines, outputs)
         return made, {old: order[new] for old, new in self.moved.items() if new in order}
 
     def _emit(self, line: Instruction) -> int:

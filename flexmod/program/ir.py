@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
@@ -141,3 +141,24 @@ def interpret(
         else:
             values.append(apply(instruction, args))
     return values
+
+
+def rebuilt(
+    program: Program,
+    lines: Sequence[Instruction],
+    outputs: Sequence[int],
+) -> tuple[Program, dict[int, int]]:
+    """The program of other lines, as far as its outputs need them, and where each of them went."""
+    needed = set(outputs)
+    for position in range(len(lines) - 1, -1, -1):
+        if position in needed:
+            needed.update(lines[position].args)
+    order = {old: new for new, old in enumerate(sorted(needed))}
+    kept = (lines[old] for old in order)
+    made = replace(
+        program,
+        instructions=tuple(i._replace(args=tuple(order[a] for a in i.args)) for i in kept),
+        outputs=tuple(order[n] for n in outputs),
+        sites={},
+    )
+    return made, order

@@ -23,6 +23,7 @@ _ALL_VISIBLE = Function("@triton.jit\ndef mask_mod(b, h, q_idx, kv_idx):\n    re
 _PASSED = Function(
     "@triton.jit\ndef gradient_mod(grad, score, b, h, q_idx, kv_idx):\n    return (grad,)\n"
 )
+_COLUMNS = {"hopper_forward.py.jinja": "kv_idx", "hopper_backward.py.jinja": "q_idx"}
 
 
 def fields(
@@ -81,17 +82,19 @@ def load(
     fast = target.arch.startswith("sm_") and problem.dtype.itemsize == 2
     gradient = problem.gradient.program if problem.gradient and plan else None
     programs = (problem.score, problem.mask_program, gradient)
-    gluon = template.startswith("hopper")
+    columns = _COLUMNS.get(template, "")
 
     def render() -> str:
         return templates.render(
             template,
             mods={
-                "score": emit(problem.score, "score_", fast, gluon) if problem.score else _IDENTITY,
-                "mask": emit(problem.mask_program, "mask_", False, gluon)
+                "score": emit(problem.score, "score_", fast, columns)
+                if problem.score
+                else _IDENTITY,
+                "mask": emit(problem.mask_program, "mask_", False, columns)
                 if problem.mask_program
                 else _ALL_VISIBLE,
-                "gradient": emit(gradient, "gradient_", fast, gluon) if gradient else _PASSED,
+                "gradient": emit(gradient, "gradient_", fast, columns) if gradient else _PASSED,
             },
             sums=plan or sums.NOTHING,
             dropout=problem.dropout_p > 0,

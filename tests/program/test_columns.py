@@ -1,0 +1,154 @@
+"""What a Gluon kernel computes once a column: which lines, and that values stay what they were."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import flexmod
+from flexmod import masks, mods
+from flexmod.kernels.launch import readable
+from flexmod.kernels.templates import device_functions
+from flexmod.program.columns import flattened
+from flexmod.program.emit import emit, values
+from flexmod.program.evaluate import evaluate
+from flexmod.program.specialize import specialize
+
+pytest.importorskip("triton")
+
+Q_LEN, KV_LEN, HEADS = 32, 64, 2
+EXTENTS = {"b": 1, "h": HEADS, "q_idx": Q_LEN, "kv_idx": KV_LEN}
+IDS = torch.arange(KV_LEN) // 9
+FLAGS = torch.arange(KV_LEN) % 5 > 0
+BIAS = torch.linspace(-1, 1, HEADS * KV_LEN).view(HEADS, KV_LEN)
+PAIRS = torch.linspace(-2, 2, 81).view(9, 9)
+
+
+def both_ways(score, b, h, q_idx, kv_idx):
+    return score * torch.exp(-IDS[kv_idx] / 9.0) + PAIRS[IDS[q_idx], IDS[kv_idx]]
+
+
+def past_the_ends(score, b, h, q_idx, kv_idx):
+    return score + BIAS[h, kv_idx - 20] * BIAS[h, q_idx + 45]
+
+
+def of_columns(score, b, h, q_idx, kv_idx):
+    return BIAS[h, kv_idx] + BIAS[h, q_idx]
+
+
+def conditions(b, h, q_idx, kv_idx):
+    same = IDS[q_idx] == IDS[kv_idx]
+    return same & FLAGS[kv_idx] & (q_idx // 16 >= kv_idx // 16) & (kv_idx % 7 < 5) & (kv_idx < 60)
+
+
+MODS = {
+    "alibi": ("score", mods.alibi(HEADS)),
+    "bias": ("score", lambda score, b, h, q_idx, kv_idx: score + BIAS[h, kv_idx]),
+    "both ways": ("score", both_ways),
+    "past the ends": ("score", past_the_ends),
+    "of columns": ("score", of_columns),
+    "documents": ("mask", masks.document(IDS)),
+    "conditions": ("mask", conditions),
+}
+SPREAD = [  # (mod, columns, how many values are spread, loads that are left on the tile)
+    ("alibi", "kv_idx", 1, 0),
+    ("alibi", "q_idx", 1, 0),
+    ("bias", "kv_idx", 1, 0),
+    ("bias", "q_idx", 0, 1),
+    ("both ways", "kv_idx", 2, 2),
+    ("documents", "q_idx", 1, 1),
+    ("conditions", "kv_idx", 4, 1),
+]
+_KERNEL = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread(value, like):
+    return value[None, :]
+
+
+{functions}
+
+
+{function}
+
+@triton.jit
+def kernel(OUT, {parameters}Q: tl.constexpr, KV: tl.constexpr):
+    q_idx, kv_idx = tl.arange(0, Q), tl.arange(0, KV)
+    column = {columns}
+    place = {rows}
+    value = {kind}_mod({score}0, 1, {indices}, column{passed})
+    tl.store(OUT + place, tl.broadcast_to(value, place.shape).to(OUT.dtype.element_ty))
+"""
+
+
+def traced(name):
+    kind, mod = MODS[name]
+    return specialize(flexmod.trace(mod, kind), EXTENTS)
+
+
+@pytest.mark.parametrize(("name", "columns", "spreads", "loads"), SPREAD)
+def test_what_costs_is_computed_once_a_column(name, columns, spreads, loads):
+    program = flattened(traced(name), columns)
+    assert sum(line.op == "spread" for line in program.instructions) == spreads
+    on_tile = {
+        n for n, line in enumerate(program.instructions)
+        if line.op == "spread" or (line.op == "input" and line.attr in ("q_idx", "kv_idx"))
+    }  # fmt: skip
+    for n, line in enumerate(program.instructions):
+        if line.op != "spread" and not on_tile.isdisjoint(line.args):
+            on_tile.add(n)
+    assert sum(program.instructions[n].op == "load" for n in on_tile) == loads
+
+
+def test_cheap_arithmetic_stays_on_the_tile():
+    causal = specialize(flexmod.trace(masks.causal(), "mask"), EXTENTS)
+    assert flattened(causal, "kv_idx").instructions == causal.instructions
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a GPU is")
+@pytest.mark.parametrize("columns", ["kv_idx", "q_idx"])
+@pytest.mark.parametrize("name", MODS)
+def test_values_are_those_of_the_mod(name, columns, tmp_path):
+    program = traced(name)
+    at = {"b": torch.tensor(0), "h": torch.tensor(1), "score": torch.tensor(0.5)}
+    q_idx, kv_idx = torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)[None, :]
+    found = evaluate(program, {**at, "q_idx": q_idx, "kv_idx": kv_idx})
+    expected = found.values[0].expand(Q_LEN, KV_LEN)
+    if found.invalid is not None:
+        expected = torch.where(found.invalid > 0, torch.nan, expected)
+    assert bool(expected.isnan().any()) == (name == "past the ends")
+    actual = run(program, columns, expected.dtype, tmp_path)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def run(program, columns, dtype, folder):
+    """The values of a mod's text for Gluon in head 1, from a plain kernel: [Q_LEN, KV_LEN]."""
+    function = emit(program, "x_", columns=columns)
+    across = columns == "kv_idx"  # else a tile is transposed, as in the backward kernel
+    indices = "q_idx[:, None], kv_idx[None, :]" if across else "q_idx[None, :], kv_idx[:, None]"
+    path = folder / "module.py"  # Triton reads the source of its functions
+    path.write_text(
+        _KERNEL.format(
+            functions=device_functions(function.text),
+            function=function.text,
+            parameters="".join(f"{name}, " for name, _ in function.parameters),
+            columns=columns,
+            rows="q_idx[:, None] * KV + kv_idx[None, :]" if across
+            else "q_idx[None, :] * KV + kv_idx[:, None]",
+            kind=program.kind,
+            score="0.5, " if program.kind == "score" else "",
+            indices=indices,
+            passed="".join(f", {name}" for name, _ in function.parameters),
+        )
+    )  # fmt: skip
+    spec = importlib.util.spec_from_file_location("module_under_test", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    out = torch.empty(Q_LEN, KV_LEN, dtype=torch.int8 if dtype == torch.bool else dtype)
+    tensors = map(readable, program.captures)
+    module.kernel[(1,)](out, *tensors, *values(program), Q=Q_LEN, KV=KV_LEN)
+    return (out != 0) if dtype == torch.bool else out
