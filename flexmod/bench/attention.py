@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from flexmod.blocks import create_block_mask
 from flexmod.errors import ArgumentError
 
 _FOLDERS = re.compile(r"""(?<=[\s'"(])(?:/[\w.+-]+)+/""")  # results are for any machine
+_WRONG = 0.05  # relative error; half precision leaves a tenth of it
 Table = Callable[[int], list[Row]]  # tokens -> rows
 
 
@@ -59,30 +60,16 @@ def _show(setting: Setting, done: float, what: str, name: str) -> None:
 def measure_row(
     row: Row, direction: str, head_dim: int, setting: Setting, show: Callable[[str], None]
 ) -> dict[str, Any]:
+    """The record of a row. Every candidate that serves it has a figure or a reason in "failed"."""
     case = make_case(
         row, direction, head_dim, tokens=setting.tokens, width=setting.width,
         device=setting.device, dtype=setting.dtype,
     )  # fmt: skip
-    runs: dict[str, Callable[[], Any]] = {}
-    made: dict[str, Call] = {}
-    first: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for candidate in setting.candidates:
-        if not candidate.serves(row, direction) or (setting.budget.is_spent and runs):
-            continue
-        show(candidate.name)
-        try:
-            made[candidate.name], run, first[candidate.name] = _started(candidate, case)
-            runs[candidate.name] = run
-        except Exception as error:  # a peer that cannot serve a row shows why
-            failed[candidate.name] = reason(error)
-    errors: dict[str, float] = {}
-    if setting.rounds:
-        try:
-            errors = _errors(case, made, runs, show)
-        except Exception as error:  # no memory for float64, say: figures without errors
-            failed["float64 reference"] = reason(error)
+    started = _start_all(case, setting, show, failed)
+    errors = _errors(case, started, show, failed) if setting.rounds else {}
     show("timing")
+    runs = {name: s.run for name, s in started.items() if name not in failed}
     times = interleaved(runs, setting.rounds, setting.device, setting.budget)
     work = operations(case)
     batch, heads, seqlen, _ = case.query.shape
@@ -91,29 +78,62 @@ def measure_row(
         "batch": batch, "heads": heads, "dtype": str(setting.dtype).removeprefix("torch."),
         "tflops": {name: work / t.median / 1e9 for name, t in times.items()},
         "ms": {name: t._asdict() for name, t in times.items()},
-        "error": errors, "first_s": first, "failed": failed, "kinds": asdict(row),
+        "error": errors, "first_s": {name: s.seconds for name, s in started.items()},
+        "failed": failed, "kinds": asdict(row),
     }  # fmt: skip
 
 
-def _started(candidate: Candidate, case: Case) -> tuple[Call, Callable[[], Any], float]:
+class _Started(NamedTuple):
     """A candidate after its first call, and the seconds that this took."""
+
+    call: Call
+    run: Callable[[], Any]
+    seconds: float
+
+
+def _start_all(
+    case: Case, setting: Setting, show: Callable[[str], None], failed: dict[str, str]
+) -> dict[str, _Started]:
+    found: dict[str, _Started] = {}
+    for candidate in setting.candidates:
+        if not candidate.serves(case.row, case.direction):
+            continue
+        if setting.budget.is_spent and found:
+            failed[candidate.name] = "no time was left"
+            continue
+        show(candidate.name)
+        try:
+            found[candidate.name] = _start(candidate, case)
+        except Exception as error:  # a peer that cannot serve a row shows why
+            failed[candidate.name] = reason(error)
+    return found
+
+
+def _start(candidate: Candidate, case: Case) -> _Started:
     began = time.perf_counter()
     call = candidate.make(case)
     run = runner(call, case)
     run()
     wait(case.query.device)
-    return call, run, time.perf_counter() - began
+    return _Started(call, run, time.perf_counter() - began)
 
 
 def _errors(
     case: Case,
-    made: dict[str, Call],
-    runs: dict[str, Callable[[], Any]],
+    started: dict[str, _Started],
     show: Callable[[str], None],
+    failed: dict[str, str],
 ) -> dict[str, float]:
+    """Of each candidate. What is wrong has failed: its speed would be that of something else."""
     show("float64 reference")
-    error = reference(case)
-    return {name: error(made[name], run()) for name, run in runs.items()}
+    try:
+        distance = reference(case)
+        found = {name: distance(s.call, s.run()) for name, s in started.items()}
+    except Exception as error:  # no memory for float64, say: figures without errors
+        failed["float64 reference"] = reason(error)
+        return {}
+    failed.update({n: f"wrong by {e:.1e}" for n, e in found.items() if not e < _WRONG})
+    return found
 
 
 def operations(case: Case) -> float:

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     setting.progress.show("")
     for suite, records, _ in finished:
         if records:
-            print(f"\n{report.table(suite, records)}")
+            print(f"\n{report.table(suite, records, setting.absent)}")
     for path in [path for _, records, path in finished if path and records]:
         print(f"\nkept in {path}{_picture(path)}")
     _print_left(setting)
@@ -126,9 +126,8 @@ def make_setting(options: argparse.Namespace) -> Setting:
             raise ArgumentError(f"--engine {engine!r} is none of {', '.join(BACKENDS)}")
     wanted = candidates(engines, options.peers)
     absent = {c.name: why for c in wanted if (why := c.absent(device)) is not None}
-    for why in dict.fromkeys(absent.values()):
-        names = ", ".join(name for name, its in absent.items() if its == why)
-        print(f"not here: {names} ({why})", file=sys.stderr)
+    for line in report.not_here(absent):
+        print(line, file=sys.stderr)
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     return Setting(
         device=device,
@@ -140,6 +139,7 @@ def make_setting(options: argparse.Namespace) -> Setting:
         head_dims=[_number(text) for text in _split(options.head_dim)],
         candidates=[c for c in wanted if c.name not in absent],
         budget=Budget(options.seconds),
+        absent=absent,
     )
 
 

@@ -30,7 +30,8 @@ def write(path: Path, suite: Suite, setting: Setting, records: list[Record]) -> 
     """All that is known so far, atomically."""
     found = {
         "suite": suite.name, "environment": environment(setting.device),
-        "tokens": setting.tokens, "left": setting.left, "rows": records,
+        "tokens": setting.tokens, "absent": setting.absent, "left": setting.left,
+        "rows": records,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flexmod.bench.suites import Record, Suite, comparison, is_ours
 
 _NOTE = 110  # characters of a reason
@@ -23,8 +25,8 @@ def line(suite: Suite, record: Record) -> str:
     return f"{suite.name} {label(record):<28} {'  '.join(parts)}"
 
 
-def table(suite: Suite, records: list[Record]) -> str:
-    """All rows, a column a candidate; errors beside them, reasons of failures below."""
+def table(suite: Suite, records: list[Record], absent: Mapping[str, str] | None = None) -> str:
+    """All rows, a column a candidate; errors beside them; below, why some failed or are absent."""
     names = list(dict.fromkeys(name for r in records for name in (*r[suite.figure], *r["failed"])))
     reasons = list(dict.fromkeys((n, why) for r in records for n, why in r["failed"].items()))
     with_errors = any(r.get("error") for r in records)
@@ -36,7 +38,16 @@ def table(suite: Suite, records: list[Record]) -> str:
         cells.append(f"{found[2]:.2f}" if found else "")
         rows.append([label(record), *cells] + (_errors(suite, record) if with_errors else []))
     notes = [f"[{n}] {name}: {why[:_NOTE]}" for n, (name, why) in enumerate(reasons, 1)]
+    notes += not_here(absent or {})
     return "\n".join([_aligned([head, *rows]), f"{suite.unit}; ratio to the best peer", *notes])
+
+
+def not_here(absent: Mapping[str, str]) -> list[str]:
+    """A line a reason, with the peers that it keeps away."""
+    return [
+        f"not here: {', '.join(name for name, its in absent.items() if its == why)} ({why})"
+        for why in dict.fromkeys(absent.values())
+    ]
 
 
 def _aligned(rows: list[list[str]]) -> str:

@@ -22,7 +22,8 @@ _PACKAGES = {
 
 @dataclass
 class Setting:
-    """Sizes, candidates and limits. `left` collects what there was no time for."""
+    """Sizes, candidates and limits. `absent`: peers that cannot run here, and why. `left` collects
+    what there was no time for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -33,6 +34,7 @@ class Setting:
     head_dims: list[int]
     candidates: list[Candidate]
     budget: Budget
+    absent: dict[str, str] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     left: list[str] = field(default_factory=list)
 
@@ -46,6 +48,8 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
+    if device.type == "cuda" and torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
     if device.type == "cpu":
         found["threads"] = str(torch.get_num_threads())
     for name, package in _PACKAGES.items():
