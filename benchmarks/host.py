@@ -1,6 +1,7 @@
 """Microseconds that a call takes on the host, on tensors so small that a GPU is never behind.
 
     python benchmarks/host.py                a GPU: calls behind each other, without waiting
+    python benchmarks/host.py --engine fa2   another engine than the first that serves the calls
     python benchmarks/host.py --stand-in     no GPU: all but the launch itself, which is a stand-in
     python benchmarks/host.py --json FILE    the same figures as data
 
@@ -44,15 +45,16 @@ def stand_in() -> None:
     from flexmod.kernels import launch, tuning
 
     found = tuning.Target("sm_90", 227 << 10)
-    for name in ("", ".target", ".forward", ".backward"):
-        importlib.import_module(f"flexmod.kernels.fa2{name}").target = lambda device: found
+    for name in ("fa2", "fa2.target", "fa2.forward", "fa2.backward",
+                 "hopper", "hopper.forward", "hopper.backward"):  # fmt: skip
+        importlib.import_module(f"flexmod.kernels.{name}").target = lambda device: found
     launch.Launch.kernel = property(lambda self: _Kernel())
     importlib.import_module("triton.runtime.driver")
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
     sys.modules["triton.runtime.driver"].driver = driver
 
 
-def calls(device: str) -> dict[str, Callable[[], Any]]:
+def calls(device: str, engine: str | None) -> dict[str, Callable[[], Any]]:
     """What is timed, by name."""
     shape = (1, HEADS, SEQLEN, HEAD_DIM)
     query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -67,7 +69,7 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     scale = torch.ones(HEADS, device=device, requires_grad=True)
 
     def attend(*tensors: torch.Tensor, score_mod: Any = None, mask: Any = block_mask) -> Any:
-        return flexmod.flex_attention(*tensors, score_mod, mask, backend="fa2")
+        return flexmod.flex_attention(*tensors, score_mod, mask, backend=engine)
 
     def backward(score_mod: Any, *learned: torch.Tensor) -> Callable[[], Any]:
         out = attend(*leaves, score_mod=score_mod)
@@ -105,18 +107,23 @@ def microseconds(call: Callable[[], Any], device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stand-in", action="store_true", help="without a GPU")
+    parser.add_argument("--engine", help="default: hopper with a stand-in, else flexmod's choice")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    engine = options.engine or ("hopper" if options.stand_in else None)
     if options.stand_in:
         stand_in()
     device = "cpu" if options.stand_in else "cuda"
     found = {}
-    for name, call in calls(device).items():
+    for name, call in calls(device, engine).items():
         found[name] = round(microseconds(call, device), 1)
         print(f"{name:<30}{found[name]:>8.1f} us")
     if options.json:
         gpu = None if options.stand_in else torch.cuda.get_device_name()
-        setting = {"torch": torch.__version__, "python": sys.version.split()[0], "gpu": gpu}
+        setting = {
+            "torch": torch.__version__, "python": sys.version.split()[0], "gpu": gpu,
+            "engine": engine or "default",
+        }  # fmt: skip
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"setting": setting, "us": found}, file, indent=1)
 
