@@ -68,7 +68,7 @@ class _Ready(NamedTuple):
 def implement(make_problem: Callable[..., Problem]) -> None:
     """Register what the two operations do."""
 
-    def ready(call: Call, learned: Sequence[int] = ()) -> _Ready:
+    def ready(call: Call, learned: Sequence[int] = (), is_backward: bool = False) -> _Ready:
         score, masked, settings = operands.read(
             call.spec, len(call.captures), len(call.mask_captures)
         )
@@ -80,7 +80,7 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         problem = make_problem(
             call.inputs,
             score,
-            None if masked is None else _mask(call, masked, block_size),
+            None if masked is None else _mask(call, masked, block_size, is_backward),
             scale if call.scale is None else float(call.scale),
             sink=call.sink,
             dropout_seed=0 if call.seed is None else int(call.seed) & (2**64 - 1),
@@ -108,7 +108,7 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         tensors = [*call.fixed, *(call.captures[slot] for slot in held)]
         wanted = [*needed[:fixed], *(slot in learned for slot in held)]
         with torch.autocast(out.device.type, enabled=False):
-            problem, choice, score = ready(call, learned)
+            problem, choice, score = ready(call, learned, is_backward=True)
             slots = frozenset(held.index(slot) for slot in learned)
             problem = autograd.with_gradient(problem, score, slots)
             inputs = Inputs(*tensors[:3])
@@ -128,15 +128,24 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         _library.impl(f"attention_backward{form}", backward, "CompositeExplicitAutograd")
 
 
-def _mask(call: Call, program: Program, block_size: tuple[int, int]) -> BlockMask:
+def _mask(
+    call: Call, program: Program, block_size: tuple[int, int], is_backward: bool
+) -> BlockMask:
     program = text.with_captures(program, call.mask_captures)
     batch, heads, q_len, _ = call.query.shape
     shape = (batch, heads, q_len, call.key.shape[2])
     if not call.runs:
         return map_of(program, shape, block_size, call.query.device)
-    if call.versions and not is_fresh(tuple(call.versions), call.mask_captures):
+    # A CUDA graph reads copies, whose counters tell nothing; autograd watches those of a backward.
+    are_themselves = not is_backward and not _is_captured(call.query)
+    if are_themselves and not is_fresh(tuple(call.versions), call.mask_captures):
         raise BlockMaskError(STALE.format(program.name))
     return BlockMask(shape, block_size, program, _runs(*call.runs))
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether what is done to x is recorded into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _runs(spans: Tensor, table: Tensor) -> Runs:
@@ -198,7 +207,7 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> t
     needed = [*wanted[:3], *([] if call.sink is None else [wanted.sink]), *wanted.captures]
     found: list[Tensor] = []
     if d_out is not None or d_lse is not None:
-        operation = getattr(torch.ops.flexmod.attention_backward, call.form)
+        operation = getattr(torch.ops.flexmod.attention_backward, call.backward_form)
         found = operation(d_out, d_lse, out, lse, needed, *call)
     queue = iter(found)
     grads = [next(queue, None) if need else None for need in needed]

@@ -44,6 +44,11 @@ class Call(NamedTuple):
         return "host" if waits else "default"
 
     @property
+    def backward_form(self) -> str:
+        """As `form`; a backward reads a map by columns, which are counted on the host."""
+        return "host" if self.runs else self.form
+
+    @property
     def fixed(self) -> list[Tensor]:
         """What may have a gradient, beside captured tensors."""
         return [*self.inputs, *([] if self.sink is None else [self.sink])]
