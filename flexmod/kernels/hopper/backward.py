@@ -18,10 +18,9 @@ from flexmod.kernels.problem import Gradients, Inputs, Operands, Problem, Saved
 from flexmod.program.gradient import differentiate
 
 _WARPS, _REGISTERS, _MOST = 8, 24, 168  # of a thread in the producer, and at the start
-_STAGES = {64: 3, 128: 2}  # tiles of queries in flight, by the padded head dimension
 _ROWS_BEFORE = 64
 _ELEMENTS_AFTER = 4096
-_TILES_A_PASS = 1024  # of keys: enough to fill the device, few enough to bound the sums' memory
+_TILES_A_PASS = 2048  # of keys: enough to fill the device, few enough to bound the sums' memory
 
 
 def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
@@ -72,16 +71,19 @@ class Backward:
         self.slots = problem.gradient.slots if problem.gradient else ()
         self.fields = self._fields(problem)
         problem = replace(problem, score=None)  # the derivative yields the score too
-        size = tuning.Tiles(tiles.ROWS, tiles.TILE_KV, _WARPS, self.fields["STAGES"])
+        size = tuning.Tiles(self.fields["TILE_Q"], tiles.TILE_KV, _WARPS, self.fields["STAGES"])
         load = ("hopper_backward.py.jinja", problem, self.fields, size, found, sums.NOTHING)
         self._module, self._size = kernel.load(*load), size
         self.passes = self._make_passes(problem, inputs, saved)
 
     def _fields(self, problem: Problem) -> dict[str, Any]:
+        cut = tiles.backward(problem)
         return tiles.fields(problem) | {
-            "TILE_Q": tiles.ROWS,
+            "TILE_Q": cut.queries,
             "HAS_SLOPE": problem.gradient is not None and not problem.gradient.is_identity,
-            "STAGES": _STAGES[max(tiles.padded(problem))],
+            "STAGES": cut.stages,
+            "HOLDS_KEYS": cut.holds_keys,
+            "HOLDS_VALUES": cut.holds_values,
             "REGISTERS": _REGISTERS,
         }
 

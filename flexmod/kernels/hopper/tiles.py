@@ -12,7 +12,7 @@ from flexmod.kernels import tuning
 from flexmod.kernels.problem import Problem
 
 TILE_KV = 128
-ROWS = 64  # of queries a consumer of the forward, and a stage of the backward
+ROWS = 64  # of queries a consumer of the forward
 PLANES = 4  # heads in flight at a time, so that their keys stay in the L2 cache
 
 
@@ -29,6 +29,29 @@ class Forward(NamedTuple):
 _WIDE = Forward(2, 2, 240, 168)
 _NARROW = Forward(2, 3, 240, 168)
 _NARROW_PLAIN = Forward(3, 3, 160, 128)  # 192 queries: more products than exponentials at a time
+
+
+class Backward(NamedTuple):
+    """queries: of a stage. stages: in flight. holds_keys, holds_values: in registers, for as long as
+    a tile of them is served, where products would else read them from shared memory anew: at narrow
+    heads its bandwidth is what limits them."""
+
+    queries: int
+    stages: int
+    holds_keys: bool
+    holds_values: bool
+
+
+_WIDE_BACKWARD = Backward(64, 2, False, False)  # accumulators leave no registers
+_NARROW_BACKWARD = Backward(128, 3, False, True)
+_NARROW_PLAIN_BACKWARD = Backward(128, 3, True, True)
+
+
+def backward(problem: Problem) -> Backward:
+    """The one measured best on an H200."""
+    if max(padded(problem)) > 64:
+        return _WIDE_BACKWARD
+    return _NARROW_PLAIN_BACKWARD if problem.score is None else _NARROW_BACKWARD
 
 
 def forward(problem: Problem) -> Forward:
