@@ -63,28 +63,26 @@ def test_no_seconds_measure_nothing(bench, capsys):
     assert capsys.readouterr().out == "\nno time was left for: dense D64\n"
 
 
-def test_an_interrupted_run_shows_its_table(bench, monkeypatch, capsys):
-    def interrupted(setting):
-        yield {"row": "first", "us": {"flexmod": 10.0, "peer": 30.0}, "failed": {}}
-        raise KeyboardInterrupt
+ENDS = [
+    (KeyboardInterrupt(), "the rest of latency (interrupted)"),
+    (
+        RuntimeError("CUDA error: an illegal memory access was encountered\nmore"),
+        "the rest of latency (RuntimeError: CUDA error: an illegal memory access",
+    ),
+]
 
-    monkeypatch.setitem(SUITES, "latency", replace(SUITES["latency"], measure=interrupted))
+
+@pytest.mark.parametrize(("error", "left"), ENDS, ids=["interrupted", "broken"])
+def test_a_suite_that_ends_early_shows_its_table(bench, monkeypatch, capsys, error, left):
+    def ends(setting):
+        yield {"row": "first", "us": {"flexmod": 10.0, "peer": 30.0}, "failed": {}}
+        raise error
+
+    monkeypatch.setitem(SUITES, "latency", replace(SUITES["latency"], measure=ends))
     assert bench("--suite=latency") == 0
     shown = capsys.readouterr().out
     assert re.search(r"^first +10 +30 +3\.00$", shown, re.M)
-    assert "the rest of latency (interrupted)" in shown
-
-
-def test_an_error_that_breaks_the_process_ends_a_suite_with_its_table(bench, monkeypatch, capsys):
-    def broken(setting):
-        yield {"row": "first", "us": {"flexmod": 10.0, "peer": 30.0}, "failed": {}}
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
-    monkeypatch.setitem(SUITES, "latency", replace(SUITES["latency"], measure=broken))
-    assert bench("--suite=latency") == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^first +10 +30 +3\.00$", shown, re.M)
-    assert "the rest of latency (RuntimeError: CUDA error: an illegal memory access" in shown
+    assert left in shown
 
 
 def test_without_memory_for_the_reference_there_are_figures(bench, monkeypatch, tmp_path):

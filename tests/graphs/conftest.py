@@ -13,6 +13,12 @@ Grads = Sequence[torch.Tensor]
 
 
 @pytest.fixture
+def qkv() -> list[torch.Tensor]:
+    """query, key and value that learn: 2 heads of 24 tokens."""
+    return [torch.randn(1, 2, 24, 8).requires_grad_() for _ in range(3)]
+
+
+@pytest.fixture
 def agrees() -> Callable[..., int]:
     """`agrees(function, *calls)`: eager and `fullgraph=True` agree; how often it was compiled."""
     return _agrees

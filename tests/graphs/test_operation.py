@@ -19,16 +19,11 @@ import flexmod
 from flexmod import library, masks, mods
 from flexmod.kernels import choose
 
-HEADS, LENGTH = 2, 24
+HEADS, LENGTH = 2, 24  # of `qkv`
 
 
 def learn(*shape):
     return torch.randn(*shape).requires_grad_()
-
-
-@pytest.fixture
-def qkv():
-    return [learn(1, HEADS, LENGTH, 8) for _ in range(3)]
 
 
 @pytest.fixture
