@@ -56,7 +56,8 @@ def test_P097_a_map_is_updated_in_place(engine):
     assert addresses == [
         t.data_ptr() for t in (first.runs.spans, first.runs.table, _documents_in(first))
     ]
-    check_block_mask(first, masks.and_masks(causal, masks.document(masks.document_ids([7, 50, 7]))))
+    ids = masks.document_ids([7, 50, 7]).to(engine.device)
+    check_block_mask(first, masks.and_masks(causal, masks.document(ids)))
     mask_mod = masks.and_masks(causal, masks.document(_documents_in(second)))
     assert_matches(attend(), naive(q, k, v, mask_mod=mask_mod)[0])
 
