@@ -1,7 +1,7 @@
 """Attention with any score_mod and mask_mod, from a few lines of Python to fused kernels."""
 
 from flexmod import cache, masks, mods, nn
-from flexmod.attention import AuxOutput, AuxRequest, flex_attention
+from flexmod.attention import flex_attention
 from flexmod.blocks import BlockMask, create_block_mask, create_mask
 from flexmod.errors import (
     ArgumentError,
@@ -18,6 +18,7 @@ from flexmod.masks import and_masks, compose, noop_mask, not_mask, or_masks, shi
 from flexmod.options import FlexKernelOptions
 from flexmod.patch import patch_torch
 from flexmod.program import Program, trace
+from flexmod.returned import AuxOutput, AuxRequest
 
 __version__ = "0.1.0"
 

@@ -3,45 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from flexmod import checks, compiled, given, library, memo
 from flexmod.autograd import attend, run
-from flexmod.blocks import BlockMask
 from flexmod.counters import COUNTS
-from flexmod.given import Mod
+from flexmod.given import Map, Mod
 from flexmod.kernels.problem import Inputs, Operands, Problem, Result
 from flexmod.program import Program
 from flexmod.program.specialize import specialize
+from flexmod.returned import AuxOutput, AuxRequest, returned
 
 
-class AuxRequest(NamedTuple):
-    """What to return beside the output: True for each thing wanted."""
+class _More(TypedDict, total=False):
+    """Arguments that do not change what is returned."""
 
-    lse: bool = False
-    max_scores: bool = False
-
-
-class AuxOutput(NamedTuple):
-    """What was asked for: [B, Hq, Q] each, float32 (float64 for float64 inputs); else None.
-
-    lse: natural logarithm of the sum of exponentials of the visible scores; -inf for none.
-    max_scores: the largest visible score.
-    """
-
-    lse: Tensor | None = None
-    max_scores: Tensor | None = None
+    sink: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool | None
+    backend: str | None
 
 
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ...,
+    block_mask: Map | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    return_aux: None = ..., **more: Unpack[_More],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ...,
+    block_mask: Map | None = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = ...,
+    return_aux: None = ..., **more: Unpack[_More],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ...,
+    block_mask: Map | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    return_aux: AuxRequest, **more: Unpack[_More],
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def flex_attention(  # where the type checker cannot tell what is asked for
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ...,
+    block_mask: Map | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: bool = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    return_aux: AuxRequest | None = ..., **more: Unpack[_More],
+) -> Any: ...  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None = None,
-    block_mask: BlockMask | Mod | None = None,
+    block_mask: Map | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -53,7 +73,7 @@ def flex_attention(
     dropout_seed: int | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with a score_mod and a mask, both a few lines of Python.
 
     Args:
@@ -108,7 +128,7 @@ def flex_attention(
             dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
             wants_max_scores=return_aux is not None and bool(return_aux.max_scores),
         )  # fmt: skip
-    return _returned(result, return_lse, return_aux)
+    return returned(result, return_lse, return_aux)
 
 
 def _attend(
@@ -116,7 +136,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None,
-    block_mask: BlockMask | Mod | None,
+    block_mask: Map | None,
     scale: float | None,
     *,
     enable_gqa: bool,
@@ -177,7 +197,7 @@ def _attend(
 def _as_operation(
     inputs: Inputs,
     score: Program | None,
-    block_mask: BlockMask | Mod | None,
+    block_mask: Map | None,
     scale: float | None,
     seed: Tensor | None,
     backend: str | None,
@@ -196,7 +216,7 @@ def _as_operation(
 def make_problem(
     inputs: Inputs,
     score: Program | None,
-    block_mask: BlockMask | Mod | None,
+    block_mask: Map | None,
     scale: float | None = None,
     kernel_options: Mapping[str, Any] | None = None,
     **others: Any,
@@ -229,13 +249,6 @@ def make_problem(
         options=checks.options(kernel_options),
         **others,
     )
-
-
-def _returned(result: Result, return_lse: bool, return_aux: AuxRequest | None) -> Any:
-    if return_aux is not None:
-        lse = result.lse if return_aux.lse else None
-        return result.out, AuxOutput(lse, result.max_scores if return_aux.max_scores else None)
-    return (result.out, result.lse) if return_lse else result.out
 
 
 library.implement(make_problem)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from flexmod import checks
 from flexmod.attention import make_problem
-from flexmod.blocks import BlockMask
 from flexmod.errors import BackendError
 from flexmod.formula import formula
-from flexmod.given import Mod
+from flexmod.given import Map, Mod
 from flexmod.kernels import choose, tuning
 from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Problem
@@ -108,7 +107,7 @@ def explain(
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None = None,
-    block_mask: BlockMask | Mod | None = None,
+    block_mask: Map | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     kernel_options: Mapping[str, Any] | None = None,

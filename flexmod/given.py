@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from flexmod.blocks.pending import PendingBlockMask
 from flexmod.program import Program, trace
 from flexmod.program.transforms import as_tensor
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
 Mod = Callable[..., Any] | Program
+Map: TypeAlias = "BlockMask | TorchBlockMask | Mod"
 _MAP_BLOCK = 128
 
 

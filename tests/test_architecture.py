@@ -39,6 +39,7 @@ RANKS = {
     "cache": 5,
     "given": 5,
     "library": 5,
+    "returned": 5,
     "attention": 6,
     "explain": 7,
     "patch": 7,
