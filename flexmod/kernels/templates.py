@@ -13,7 +13,7 @@ from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
 from jinja2.bccache import Bucket
 
 from flexmod.kernels.compile import directory, write
-from flexmod.kernels.fa2 import sums as sums_text
+from flexmod.kernels.fa2 import sums_text
 from flexmod.kernels.fa2.sums import Plan
 from flexmod.program.emit import Function
 
@@ -72,7 +72,9 @@ def render(
     captures = [(name, "") for name in tensors]
     captures += [pair for mod in mods.values() for pair in mod.values]
     captures += [(name, "") for name in sums_text.sizes(sums)]
-    used = "".join(mod.text for mod in mods.values()) + ("dropout_keep(" if dropout else "")
+    hopper = template.startswith("hopper")
+    additions = sums_text.hopper_functions(sums) if hopper else sums_text.functions(sums)
+    used = [mod.text for mod in mods.values()] + ["dropout_keep("] * dropout + [additions]
     holes = {f"{kind}_mod": mod.text.rstrip() for kind, mod in mods.items()}
     holes |= {
         f"{kind}_arguments": "".join(f", {name}" for name, _ in mod.parameters)
@@ -83,9 +85,8 @@ def render(
         .get_template(template)
         .render(
             **holes,
-            functions=device_functions(used),
-            query_sums=sums_text.query_functions(sums),
-            key_sums=sums_text.key_functions(sums),
+            functions=device_functions("".join(used)),
+            additions=additions,
             sum_arguments="".join(f", {name}" for name in sums_text.parameters(sums)),
             captures=[f'{name}: "{kind}"' if kind else name for name, kind in captures],
             capture_names=[name for name, _ in captures],
@@ -96,8 +97,9 @@ def render(
 
 
 def device_functions(text: str) -> str:
-    """Those of `functions.py.jinja` that the text calls, and what they call."""
-    source = _environment().get_template("functions.py.jinja").render()
+    """Those of the templates `functions` and `diagonals` that a text calls, and what they call."""
+    files = [_environment().get_template(f"{name}.py.jinja") for name in ("functions", "diagonals")]
+    source = "\n\n\n".join(file.render().strip() for file in files)
     known = {match[1]: match[0] for match in _FUNCTION.finditer(source)}
     used: dict[str, str] = {}
     while wanted := [n for n in known if n not in used and re.search(rf"(?<![.\w]){n}\(", text)]:

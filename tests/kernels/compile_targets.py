@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexmod import trace
 from flexmod.attention import make_problem
+from flexmod.autograd import with_gradient
 from flexmod.kernels import tuning
 from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.backward import Backward
@@ -38,8 +39,6 @@ from flexmod.kernels.hopper.forward import Forward as HopperForward
 from flexmod.kernels.launch import Launch, readable
 from flexmod.kernels.memory import shared_bytes
 from flexmod.kernels.problem import Inputs, Saved
-from flexmod.program.gradient import differentiate
-from flexmod.program.specialize import specialize
 
 GROUPS = ("mods", "few", "heads", "backward", "hopper", "bounds", "wide")
 BOUNDS = (
@@ -116,7 +115,7 @@ def cases(groups: list[str]) -> Iterator[Case]:
         mods = ("causal", "documents", "relative_bias", "checked_load", "composed")
         pairs = [*((mod, 64) for mod in mods), ("none", 128), ("softcap_causal", 128)]
         yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_forward") for mod, dim in pairs)
-        pairs = [("softcap_causal", 64), ("causal", 128)]
+        pairs = [("softcap_causal", 64), ("causal", 128), ("relative_bias", 128), ("composed", 64)]
         yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_backward") for mod, dim in pairs)
     if "bounds" in groups:
         yield from (Case(*case) for case in BOUNDS)
@@ -156,6 +155,9 @@ def _prepared(
     score_mod, mask_mod = MODS[case.mod]()
     score = trace(score_mod, "score") if score_mod else None
     problem = make_problem(inputs, score, mask_mod, kernel_options=hints)
+    if score is not None and "backward" in case.kernel:
+        slots = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
+        problem = with_gradient(problem, score, slots)
     if case.kernel == "hopper_forward":
         run = HopperForward(problem, inputs, found)
         given = problem.operands(inputs)
@@ -164,7 +166,7 @@ def _prepared(
         saved = Saved(inputs.query, LSE, inputs.query, None)
         back = HopperBackward(problem, inputs, saved, found)
         given = problem.operands(inputs)
-        _, tensors, _ = back.tensors(given, saved, back.empty())
+        _, tensors, _ = back.tensors(given, saved, back.empty(), back.captured.make())
         return back.passes[0].over_keys, tensors, found.shared
     if tuning.plan(problem, found, case.kernel) is None:
         return None
@@ -172,11 +174,6 @@ def _prepared(
         run = Forward(problem, inputs, found)
         launch, tensors = run.launch, run.tensors(problem.operands(inputs), run.empty(inputs.query))
     else:
-        if score is not None:
-            slots = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
-            gradient = differentiate(score, slots)
-            narrow = specialize(gradient.program, problem.extents)
-            problem = replace(problem, gradient=replace(gradient, program=narrow))
         lse = torch.zeros(1, 2, SEQLEN, dtype=problem.work_dtype)
         saved = Saved(inputs.query, lse, inputs.query, None)
         back = Backward(problem, inputs, saved, sums.plan(problem), found)

@@ -9,7 +9,6 @@ import ast
 import difflib
 import importlib
 import runpy
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -18,11 +17,10 @@ import torch
 
 import flexmod
 from flexmod.attention import make_problem
+from flexmod.autograd import with_gradient
 from flexmod.kernels import compile as kernels
 from flexmod.kernels.problem import Inputs, Saved
 from flexmod.kernels.tuning import Target
-from flexmod.program.gradient import differentiate
-from flexmod.program.specialize import specialize
 
 pytest.importorskip("triton")
 
@@ -79,9 +77,7 @@ def backward(engine, score_mod, mask_mod):
     problem, inputs, score = problem_of(score_mod, mask_mod)
     if score is not None:
         floats = frozenset(n for n, c in enumerate(score.captures) if c.is_floating_point())
-        gradient = differentiate(score, floats)
-        narrow = specialize(gradient.program, problem.extents)
-        problem = replace(problem, gradient=replace(gradient, program=narrow))
+        problem = with_gradient(problem, score, floats)
     saved = Saved(inputs.query, torch.zeros(1, 2, 1024), inputs.query, None)
     plan = () if engine == "hopper" else (sums.plan(problem),)
     module.Backward(problem, inputs, saved, *plan, TARGET)

@@ -62,7 +62,8 @@ class Backward:
             "backward_query", problem, ready, out, d_out
         )
         self.over_keys, self.key_blocks = self._launch("backward_key", problem, ready, out, d_out)
-        self.buffers = plan.buffers(problem, self.over_queries.tiles)
+        size = self.over_queries.tiles
+        self.buffers = plan.buffers(problem, size, -(-problem.q_len // size.q))
         self.scatter = Scatter(problem, plan, self.buffers)
 
     def _launch(

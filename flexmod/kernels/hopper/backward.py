@@ -11,6 +11,8 @@ from torch import Tensor
 from flexmod.kernels import fa2, tuning
 from flexmod.kernels.fa2 import kernel, sums
 from flexmod.kernels.fa2.backward import Backward as Portable
+from flexmod.kernels.fa2.scatter import Scatter
+from flexmod.kernels.fa2.sums_text import HOPPER
 from flexmod.kernels.fa2.target import target
 from flexmod.kernels.hopper import tiles
 from flexmod.kernels.launch import Launch
@@ -33,15 +35,25 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
 def prepare_backward(problem: Problem, inputs: Inputs, saved: Saved) -> Backward | Portable | None:
     """What runs this backward, and every other that differs in its operands alone.
 
-    Sums in a fixed order and gradients of captured tensors are fa2's work.
+    Sums in a fixed order, and by row or element, are fa2's work.
     """
     gradient = problem.gradient
-    special = gradient is not None and (gradient.score is None or bool(gradient.loads))
+    special = gradient is not None and gradient.score is None
+    special = special or not HOPPER.issuperset(sums.plan(with_score(problem)).kinds)
     if special or problem.deterministic or not all(map(tiles.can_be_copied, inputs)):
         return fa2.prepare_backward(problem, inputs, saved)
     found = target(problem.device)
     assert isinstance(found, tuning.Target)
     return Backward(problem, inputs, saved, found)
+
+
+def with_score(problem: Problem) -> Problem:
+    """The problem with a derivative that yields the score too, of a gradient of 1."""
+    if problem.score is None:
+        return problem
+    loads = problem.gradient.loads if problem.gradient else ()
+    slots = frozenset(load.slot for load in loads)
+    return replace(problem, gradient=differentiate(problem.score, slots, with_score=True))
 
 
 class Pass(NamedTuple):
@@ -65,14 +77,15 @@ class Backward:
         self.device, self.dtype = problem.device, problem.dtype
         self.shapes = [x.shape for x in inputs]
         self.has_d_lse = saved.d_lse is not None
-        if problem.score is not None:
-            joint = differentiate(problem.score, frozenset(), with_score=True)
-            problem = replace(problem, gradient=joint)
+        problem = with_score(problem)
         self.slots = problem.gradient.slots if problem.gradient else ()
         self.fields = self._fields(problem)
-        problem = replace(problem, score=None)  # the derivative yields the score too
         size = tuning.Tiles(self.fields["TILE_Q"], tiles.TILE_KV, _WARPS, self.fields["STAGES"])
-        load = ("hopper_backward.py.jinja", problem, self.fields, size, found, sums.NOTHING)
+        plan = sums.plan(problem)
+        self.captured = plan.buffers(problem, size, problem.kv_len, HOPPER)
+        self.scatter = Scatter(problem, plan, self.captured)
+        problem = replace(problem, score=None)  # its text is in the derivative's
+        load = ("hopper_backward.py.jinja", problem, self.fields, size, found, plan)
         self._module, self._size = kernel.load(*load), size
         self.passes = self._make_passes(problem, inputs, saved)
 
@@ -81,6 +94,7 @@ class Backward:
         return tiles.fields(problem) | {
             "TILE_Q": cut.queries,
             "HAS_SLOPE": problem.gradient is not None and not problem.gradient.is_identity,
+            "HAS_SUMS": problem.gradient is not None and bool(problem.gradient.loads),
             "STAGES": cut.stages,
             "HOLDS_KEYS": cut.holds_keys,
             "HOLDS_VALUES": cut.holds_values,
@@ -153,13 +167,14 @@ class Backward:
         )
 
     def __call__(self, given: Operands, saved: Saved) -> Gradients:
-        gradients = self.empty()
-        before, over_keys, after = self.tensors(given, saved, gradients)
+        gradients, captured = self.empty(), self.captured.make()
+        before, over_keys, after = self.tensors(given, saved, gradients, captured)
         for launch in self.passes:
             launch.before.run(before)
             launch.over_keys.run(over_keys)
             launch.after.run(after)
-        return gradients
+        derivatives = tuple(given.captures[slot] for slot in self.slots)
+        return gradients._replace(captures=self.scatter(captured, derivatives))
 
     def empty(self) -> Gradients:
         """Of query, key, value, and delta; not filled yet."""
@@ -170,7 +185,7 @@ class Backward:
         return Gradients(query, key, value, delta, {})
 
     def tensors(
-        self, given: Operands, saved: Saved, gradients: Gradients
+        self, given: Operands, saved: Saved, gradients: Gradients, captured: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """What the three kernels read and write, in the order of their signatures."""
         query, key, value, delta, _ = gradients
@@ -185,6 +200,7 @@ class Backward:
             captures = [*given.mask.program.captures, *captures]
         over_keys = [
             counter, *given[:3], d_out, key, value, totals, lse, delta, spans, runs, *captures,
+            *captured,
         ]  # fmt: skip
         return [counter, out, d_out, d_lse, delta, totals], over_keys, [totals, query]
 
