@@ -33,6 +33,7 @@ FILES = [
     *(f"forward_{name}" for name in MODS),
     *(f"backward_{name}" for name in TRAINED),
     *(f"hopper_{direction}_{name}" for name in HOPPER for direction in ("forward", "backward")),
+    "hopper_backward_relative_bias",
 ]
 
 

@@ -121,20 +121,51 @@ SHAPES = [  # (batch, kv_batch, heads, kv_heads, q_len, kv_len, head_dim)
 ]
 
 
+def learned(length, heads):
+    """How a mod is made, and the shapes of what it learns."""
+    table = (heads, 2 * length - 1)
+    return {
+        "relative bias": (lambda t: mods.relative_bias(t), [table]),
+        "head scale": (lambda t: lambda s, b, h, i, j: s * t[h], [(heads,)]),
+        "column": (lambda t: lambda s, b, h, i, j: s + t[h, j], [(heads, length)]),
+        "softcap": (lambda t: flexmod.compose(mods.relative_bias(t), mods.softcap(9.0)), [table]),
+        "all": (
+            lambda t, u, v: lambda s, b, h, i, j: s * t[b] + u[h, j - i] + v[i - j] * t[b],
+            [(2,), table, (2 * length,)],
+        ),
+    }  # fmt: skip
+
+
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", variants(8, 2) if is_hopper() else ["any"])
 def test_it_computes_what_the_reference_does(name, shape, dtype):
+    score_mod, mask_mod = variants(max(shape[4:6]), shape[2])[name]
+    _compare(shape, dtype, lambda: score_mod, mask_mod, [])
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("mask", ["plain", "causal", "window", "blind rows"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", learned(8, 2))
+def test_gradients_of_captured_tensors(name, shape, mask, monkeypatch):
+    monkeypatch.setattr("flexmod.kernels.fa2.prepare_backward", None)  # all by its own kernels
+    length, heads = max(shape[4:6]), shape[2]
+    make, shapes = learned(length, heads)[name]
+    mask_mod = variants(length, heads)[mask][1]
+    _compare(shape, torch.bfloat16, make, mask_mod, [torch.randn(s, device=CUDA) for s in shapes])
+
+
+def _compare(shape, dtype, make, mask_mod, tables):
     batch, kv_batch, heads, kv_heads, q_len, kv_len, dim = shape
-    score_mod, mask_mod = variants(max(q_len, kv_len), heads)[name]
     generator = torch.Generator(CUDA).manual_seed(0)
     draw = lambda *size: torch.randn(size, generator=generator, device=CUDA).to(dtype)
     query = draw(batch, q_len, heads, dim).transpose(1, 2)
     key, value = (draw(kv_batch, kv_heads, kv_len, dim) for _ in "kv")
     d_out = draw(batch, heads, q_len, dim)
     found, exact = (
-        _run(backend, to, [query, key, value, d_out], score_mod, mask_mod)
+        _run(backend, to, [query, key, value, d_out], make, mask_mod, tables)
         for backend, to in (("hopper", dtype), ("reference", torch.float64))
     )
     tolerance = 4e-3 if dtype == torch.bfloat16 else 5e-4
@@ -142,12 +173,12 @@ def test_it_computes_what_the_reference_does(name, shape, dtype):
         assert (mine.double() - its).norm() <= tolerance * its.norm()
 
 
-def _run(backend, dtype, tensors, score_mod, mask_mod):
+def _run(backend, dtype, tensors, make, mask_mod, tables):
     *inputs, d_out = (x.detach().to(dtype) for x in tensors)
-    for x in inputs:
-        x.requires_grad_()
+    inputs += [x.to(torch.promote_types(dtype, torch.float32)) for x in tables]
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out, lse = flexmod.flex_attention(
-        *inputs, score_mod, mask_mod, enable_gqa=True, return_lse=True, backend=backend
+        *inputs[:3], make(*inputs[3:]), mask_mod, enable_gqa=True, return_lse=True, backend=backend
     )
     seen = torch.where(lse == -torch.inf, 0.0, lse)
     return [out, seen, *torch.autograd.grad([out, seen], inputs, [d_out, torch.ones_like(seen)])]
