@@ -32,11 +32,19 @@ def causal_map(length):
     return flexmod.create_block_mask(masks.causal(), None, None, length, length, device="cuda")
 
 
+def documents_map(length):
+    ids = torch.arange(length, device="cuda") // 100
+    ids += 1  # so that its counter of changes is not that of a fresh copy
+    mask_mod = masks.and_masks(masks.causal(), masks.document(ids))
+    return flexmod.create_block_mask(mask_mod, None, None, length, length, device="cuda")
+
+
+@pytest.mark.parametrize("made", [causal_map, documents_map, lambda length: None])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_training_step(mode):
+def test_training_step(mode, made):
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, mode=mode)
-    block_mask = causal_map(300)
+    block_mask = made(300)
     for _ in range(4):  # warm-up, recording, and replays with other values
         given = inputs(300)
         slopes = torch.rand(HEADS, device="cuda").requires_grad_()
