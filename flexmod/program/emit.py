@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexmod.program.columns import INPUT, flattened, is_flat
-from flexmod.program.dependence import dependence
 from flexmod.program.ir import ARGUMENTS, Instruction, Load, Program, interpret
 from flexmod.program.ops import TABLE
+from flexmod.program.parts import COLUMNS, ROWS, split
 
 _TYPES = {
     torch.bool: "tl.int1",
@@ -23,6 +22,7 @@ _TYPES = {
 }
 _ANNOTATIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 _INT32_MAX = 2**31 - 1
+_ABSENT = {"score": "score", "mask": "True", "gradient": "(grad,)"}
 
 
 class Function(NamedTuple):
@@ -41,6 +41,15 @@ class Function(NamedTuple):
         return ", ".join(name for name, _ in self.parameters)
 
 
+class _Style(NamedTuple):
+    """How the functions of a program are spelled."""
+
+    prefix: str  # of the names of parameters
+    fast: bool
+    columns: str  # the index along the columns of a Gluon kernel's tiles; "" in a plain one
+    scalar: str  # a number of a type
+
+
 def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -> Function:
     """The Triton function of a specialized program.
 
@@ -48,55 +57,97 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
         program: see `specialize`.
         prefix: put before parameter names, so that two functions can share a kernel.
         fast: use the cheaper spelling of an operation where its row has one.
-        columns: for a Gluon kernel, the index along the columns of its tiles. The function then
-            also takes them as a vector, see `columns.flattened`.
+        columns: for a Gluon kernel, the index along the columns of its tiles. There are two more
+            functions then, KIND_rows and KIND_columns: their results are arguments of KIND_mod.
     """
     # In Gluon a number cannot be made without a layout, only cast.
     scalar = "tl.cast({}, {})" if columns else "tl.full((), {}, {})"
+    style = _Style(prefix, fast, columns, scalar)
     tensors, values = _parameters(program, prefix)
-    program = flattened(program, columns) if columns else program
     names = [*tensors, *(name for name, _ in values)]
+    if not columns:
+        return Function(_mod(program, style, [], names), tensors, values)
+    parts = split(program, columns)
+    row = "q_idx" if columns == "kv_idx" else "kv_idx"
+    rows, of_rows = _part(parts.rows, style, "rows", row, names)
+    across, of_columns = _part(parts.columns, style, "columns", columns, names)
+    given = [
+        *(f"{ROWS}[{n}]" for n in of_rows),
+        *(f"spread({COLUMNS}[{n}], {columns})" for n in of_columns),
+    ]
+    pairs = _mod(parts.pairs, style, given, [ROWS, COLUMNS, *names])
+    return Function(f"{rows}\n\n{across}\n\n{pairs}", tensors, values)
+
+
+def absent(kind: str, columns: str = "") -> Function:
+    """The same functions where there is no mod: of a score as it is, a mask that hides nothing."""
+    own = [*ARGUMENTS[kind], *([ROWS, COLUMNS] if columns else [])]
+    text = _function(f"{kind}_mod", own, [], _ABSENT[kind])
+    for part in ("rows", "columns") if columns else ():
+        text = _function(f"{kind}_{part}", ["b", "h", "index"], [], "(index,)") + "\n\n" + text
+    return Function(text)
+
+
+def _mod(program: Program, style: _Style, flags: list[str], names: list[str]) -> str:
+    """The function itself, with names of parameters beside the mod's own, and flags of loads."""
+    body, results, own = _body(program, style)
+    result = ", ".join(results)
+    result = f"({result},)" if program.kind == "gradient" else result
+    if program.kind == "score" and (valid := [*own, *flags]):
+        body.append(f"{result} = tl.where({' & '.join(valid)}, {result}, float('nan'))")
+    return _function(f"{program.kind}_mod", [*ARGUMENTS[program.kind], *names], body, result)
+
+
+def _part(
+    program: Program, style: _Style, name: str, index: str, names: list[str]
+) -> tuple[str, list[int]]:
+    """The function of rows or columns, and which of its results is a flag of its loads, if any."""
+    body, results, valid = _body(program, style)
+    flags = [len(results)] if valid and program.kind == "score" else []
+    results += [" & ".join(valid)] if flags else []
+    result = f"({', '.join(results or [index])},)"  # a tuple of nothing does not exist
+    return _function(f"{program.kind}_{name}", ["b", "h", index, *names], body, result), flags
+
+
+def _function(name: str, parameters: list[str], body: list[str], result: str) -> str:
+    lines = [f"def {name}({', '.join(parameters)}):", *body, f"return {result}"]
+    return "@triton.jit\n" + "\n    ".join(lines) + "\n"
+
+
+def _body(program: Program, style: _Style) -> tuple[list[str], list[str], list[str]]:
+    """Lines, the names of the results, and flags: whether a load was in range."""
     body: list[str] = []
-    valid: tuple[list[str], list[str]] = [], []  # flags of loads: on the tile, on its columns
-    reads = dependence(program)
+    valid: list[str] = []
 
     def leaf(position: int, line: Instruction, args: tuple[str, ...]) -> str:
         name = f"v{position}"
         if line.op == "input":
             return str(line.attr)
         if line.op == "number":
-            number = f"{prefix}n{line.attr}"
+            number = f"{style.prefix}n{line.attr}"
             truth = line.dtype == torch.bool
             body.append(
                 f"{name} = {number} != 0" if truth
-                else f"{name} = {scalar.format(number, _TYPES[line.dtype])}"
+                else f"{name} = {style.scalar.format(number, _TYPES[line.dtype])}"
             )  # fmt: skip
         else:
-            flags = valid[is_flat(reads[position])]
-            body.extend(_load(program, line, args, name, prefix, flags))
+            body.extend(_load(program, line, args, name, style.prefix, valid))
         return name
 
     def apply(line: Instruction, args: tuple[str, ...]) -> str:
         name = f"v{len(body)}_"
-        spread = line.op == "spread"
-        text = f"spread({args[0]}, {columns})" if spread else _spell(line, args, fast)
-        body.append(f"{name} = {text}")
+        body.append(f"{name} = {_spell(line, args, style)}")
         return name
 
     lines = interpret(program, leaf, apply)
-    result = ", ".join(lines[n] for n in program.outputs)
-    result = f"({result},)" if program.kind == "gradient" else result
-    on_tile, on_columns = (" & ".join(flags) for flags in valid)
-    if on_columns:
-        on_tile += f"{' & ' if on_tile else ''}spread({on_columns}, {columns})"
-    if on_tile and program.kind == "score":
-        body.append(f"{result} = tl.where({on_tile}, {result}, float('nan'))")
-    signature = ", ".join([*ARGUMENTS[program.kind], *([INPUT] if columns else []), *names])
-    text = [f"def {program.kind}_mod({signature}):", *body, f"return {result}"]
-    return Function("@triton.jit\n" + "\n    ".join(text) + "\n", tensors, values)
+    return body, [lines[n] for n in program.outputs], valid
 
 
-def _spell(line: Instruction, args: tuple[str, ...], fast: bool) -> str:
+def _spell(line: Instruction, args: tuple[str, ...], style: _Style) -> str:
+    if line.op == ROWS:
+        return f"{ROWS}[{line.attr}]"
+    if line.op == COLUMNS:
+        return f"spread({COLUMNS}[{line.attr}], {style.columns})"
     if line.op == "cast" and line.dtype == torch.bool:
         return f"{args[0]} != 0"
     if line.op == "cast":
@@ -105,7 +156,7 @@ def _spell(line: Instruction, args: tuple[str, ...], fast: bool) -> str:
         half = "tl.float16" if line.attr == torch.float16 else "tl.bfloat16"
         return f"{args[0]}.to({half}).to(tl.float32)"
     row = TABLE[line.op]
-    text = row.fast if fast and row.fast and line.dtype == torch.float32 else row.kernel
+    text = row.fast if style.fast and row.fast and line.dtype == torch.float32 else row.kernel
     return text.format(*args)
 
 

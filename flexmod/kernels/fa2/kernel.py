@@ -16,13 +16,8 @@ from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.target import INTERPRETER
 from flexmod.kernels.problem import Inputs, Problem
 from flexmod.program import Program
-from flexmod.program.emit import Function, emit, is_wide, values
+from flexmod.program.emit import Function, absent, emit, is_wide, values
 
-_IDENTITY = Function("@triton.jit\ndef score_mod(score, b, h, q_idx, kv_idx):\n    return score\n")
-_ALL_VISIBLE = Function("@triton.jit\ndef mask_mod(b, h, q_idx, kv_idx):\n    return True\n")
-_PASSED = Function(
-    "@triton.jit\ndef gradient_mod(grad, score, b, h, q_idx, kv_idx):\n    return (grad,)\n"
-)
 _COLUMNS = {"hopper_forward.py.jinja": "kv_idx", "hopper_backward.py.jinja": "q_idx"}
 
 
@@ -81,30 +76,27 @@ def load(
 
     fast = target.arch.startswith("sm_") and problem.dtype.itemsize == 2
     gradient = problem.gradient.program if problem.gradient and plan else None
-    programs = (problem.score, problem.mask_program, gradient)
+    programs = {"score": problem.score, "mask": problem.mask_program, "gradient": gradient}
     columns = _COLUMNS.get(template, "")
+
+    def emitted(kind: str, program: Program | None) -> Function:
+        if program is None:
+            return absent(kind, columns)
+        return emit(program, f"{kind}_", fast and kind != "mask", columns)
 
     def render() -> str:
         return templates.render(
             template,
-            mods={
-                "score": emit(problem.score, "score_", fast, columns)
-                if problem.score
-                else _IDENTITY,
-                "mask": emit(problem.mask_program, "mask_", False, columns)
-                if problem.mask_program
-                else _ALL_VISIBLE,
-                "gradient": emit(gradient, "gradient_", fast, columns) if gradient else _PASSED,
-            },
+            mods={kind: emitted(kind, program) for kind, program in programs.items()},
             sums=plan or sums.NOTHING,
             dropout=problem.dropout_p > 0,
             real="fp64" if problem.dtype == torch.float64 else "fp32",
             fields=noted,
         )
 
-    signature = (template, problem.dtype, fast, plan, *map(_signature, programs))
+    signature = (template, problem.dtype, fast, plan, *map(_signature, programs.values()))
     # The types of captured tensors too: a module serves launches of one signature only.
-    captured = tuple(c.dtype for p in programs if p is not None for c in p.captures)
+    captured = tuple(c.dtype for p in programs.values() if p is not None for c in p.captures)
     everything = {
         "dtype": problem.dtype,
         **noted,

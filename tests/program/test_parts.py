@@ -1,4 +1,4 @@
-"""What a Gluon kernel computes once a column: which lines, and that values stay what they were."""
+"""What a Gluon kernel computes once a row or column: which lines, and that values are the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import flexmod
 from flexmod import masks, mods
 from flexmod.kernels.launch import readable
 from flexmod.kernels.templates import device_functions
-from flexmod.program.columns import flattened
-from flexmod.program.emit import emit, values
+from flexmod.program.emit import absent, emit, values
 from flexmod.program.evaluate import evaluate
+from flexmod.program.parts import split
 from flexmod.program.specialize import specialize
 
 pytest.importorskip("triton")
@@ -38,6 +38,10 @@ def of_columns(score, b, h, q_idx, kv_idx):
     return BIAS[h, kv_idx] + BIAS[h, q_idx]
 
 
+def many_rows(b, h, q_idx, kv_idx):
+    return (IDS[q_idx] == kv_idx) | (IDS[q_idx + 9] < kv_idx) | (IDS[q_idx * 2] > kv_idx)
+
+
 def conditions(b, h, q_idx, kv_idx):
     same = IDS[q_idx] == IDS[kv_idx]
     return same & FLAGS[kv_idx] & (q_idx // 16 >= kv_idx // 16) & (kv_idx % 7 < 5) & (kv_idx < 60)
@@ -49,17 +53,19 @@ MODS = {
     "both ways": ("score", both_ways),
     "past the ends": ("score", past_the_ends),
     "of columns": ("score", of_columns),
+    "many rows": ("mask", many_rows),
     "documents": ("mask", masks.document(IDS)),
     "conditions": ("mask", conditions),
 }
-SPREAD = [  # (mod, columns, how many values are spread, loads that are left on the tile)
-    ("alibi", "kv_idx", 1, 0),
-    ("alibi", "q_idx", 1, 0),
-    ("bias", "kv_idx", 1, 0),
-    ("bias", "q_idx", 0, 1),
-    ("both ways", "kv_idx", 2, 2),
-    ("documents", "q_idx", 1, 1),
-    ("conditions", "kv_idx", 4, 1),
+APART = [  # (mod, columns, results of rows, of columns, loads that are left to pairs)
+    ("alibi", "kv_idx", 2, 1, 0),
+    ("alibi", "q_idx", 2, 1, 0),
+    ("bias", "kv_idx", 0, 1, 0),
+    ("bias", "q_idx", 1, 0, 0),
+    ("both ways", "kv_idx", 1, 2, 1),
+    ("documents", "q_idx", 1, 1, 0),
+    ("conditions", "kv_idx", 2, 4, 0),
+    ("many rows", "kv_idx", 1, 0, 2),
 ]
 _KERNEL = """import triton
 import triton.language as tl
@@ -78,9 +84,11 @@ def spread(value, like):
 @triton.jit
 def kernel(OUT, {parameters}Q: tl.constexpr, KV: tl.constexpr):
     q_idx, kv_idx = tl.arange(0, Q), tl.arange(0, KV)
-    column = {columns}
-    place = {rows}
-    value = {kind}_mod({score}0, 1, {indices}, column{passed})
+    across = {columns}
+    place = {place}
+    of_rows = {kind}_rows(0, 1, {row}{passed})
+    of_columns = {kind}_columns(0, 1, across{passed})
+    value = {kind}_mod({score}0, 1, {indices}, of_rows, of_columns{passed})
     tl.store(OUT + place, tl.broadcast_to(value, place.shape).to(OUT.dtype.element_ty))
 """
 
@@ -90,23 +98,30 @@ def traced(name):
     return specialize(flexmod.trace(mod, kind), EXTENTS)
 
 
-@pytest.mark.parametrize(("name", "columns", "spreads", "loads"), SPREAD)
-def test_what_costs_is_computed_once_a_column(name, columns, spreads, loads):
-    program = flattened(traced(name), columns)
-    assert sum(line.op == "spread" for line in program.instructions) == spreads
-    on_tile = {
-        n for n, line in enumerate(program.instructions)
-        if line.op == "spread" or (line.op == "input" and line.attr in ("q_idx", "kv_idx"))
-    }  # fmt: skip
-    for n, line in enumerate(program.instructions):
-        if line.op != "spread" and not on_tile.isdisjoint(line.args):
-            on_tile.add(n)
-    assert sum(program.instructions[n].op == "load" for n in on_tile) == loads
+@pytest.mark.parametrize(("name", "columns", "rows", "across", "loads"), APART)
+def test_what_costs_is_computed_apart(name, columns, rows, across, loads):
+    parts = split(traced(name), columns)
+    row = "q_idx" if columns == "kv_idx" else "kv_idx"
+    assert len(parts.rows.outputs) == rows and parts.rows.reads <= {row, "b", "h"}
+    assert len(parts.columns.outputs) == across and parts.columns.reads <= {columns, "b", "h"}
+    assert sum(line.op == "load" for line in parts.pairs.instructions) == loads
 
 
-def test_cheap_arithmetic_stays_on_the_tile():
+def test_cheap_arithmetic_stays_with_the_pairs():
     causal = specialize(flexmod.trace(masks.causal(), "mask"), EXTENTS)
-    assert flattened(causal, "kv_idx").instructions == causal.instructions
+    parts = split(causal, "kv_idx")
+    assert parts.pairs.instructions == causal.instructions
+    assert not parts.rows.instructions and not parts.columns.instructions
+
+
+def test_what_is_absent_has_the_same_functions():
+    found = traced("alibi")
+    for columns in ("", "kv_idx"):
+        whole, nothing = emit(found, "x_", columns=columns), absent("score", columns)
+        assert not nothing.parameters
+        names = [text.count(f"def score_{n}(") for text in (whole.text, nothing.text)
+                 for n in ("mod", "rows", "columns")]  # fmt: skip
+        assert names == ([1, 1, 1] if columns else [1, 0, 0]) * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a GPU is")
@@ -137,7 +152,8 @@ def run(program, columns, dtype, folder):
             function=function.text,
             parameters="".join(f"{name}, " for name, _ in function.parameters),
             columns=columns,
-            rows="q_idx[:, None] * KV + kv_idx[None, :]" if across
+            row="q_idx[:, None]" if across else "kv_idx[:, None]",
+            place="q_idx[:, None] * KV + kv_idx[None, :]" if across
             else "q_idx[None, :] * KV + kv_idx[:, None]",
             kind=program.kind,
             score="0.5, " if program.kind == "score" else "",
