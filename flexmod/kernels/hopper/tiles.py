@@ -32,8 +32,8 @@ _NARROW_PLAIN = Forward(3, 3, 160, 128)  # 192 queries: more products than expon
 
 
 class Backward(NamedTuple):
-    """queries: of a stage. stages: in flight. holds_keys, holds_values: in registers while a tile of
-    them is served. Products would else read them from shared memory each time."""
+    """queries: of a stage. stages: in flight. holds_keys, holds_values: in registers while a tile
+    of them is served. Products would else read them from shared memory each time."""
 
     queries: int
     stages: int
