@@ -25,6 +25,7 @@ class Dependence(NamedTuple):
         return {"q_idx", "kv_idx"} <= self.inputs
 
 
+ALONG = "of_diagonals"  # an operation: what was computed apart of kv_idx - q_idx (attr: its place)
 _UNITS = {"q_idx": (1, 0), "kv_idx": (0, 1)}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _HOLDING = (torch.int32, torch.int64, torch.float32, torch.float64)  # any index, if exact
@@ -51,6 +52,8 @@ def _dependence(program: Program) -> list[Dependence]:
         return _joined(args, None)
 
     def apply(line: Instruction, args: tuple[Dependence, ...]) -> Dependence:
+        if line.op == ALONG:
+            return Dependence(frozenset(_UNITS), True, None)
         found = _joined(args, _linear(line, args))
         if line.op in _COMPARISONS:  # of a - b with 0
             shifted = _linear(line._replace(op="sub"), args)

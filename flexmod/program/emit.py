@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexmod.program import diagonals
+from flexmod.program.dependence import ALONG
 from flexmod.program.ir import ARGUMENTS, Instruction, Load, Program, interpret
 from flexmod.program.ops import TABLE
 from flexmod.program.parts import COLUMNS, ROWS, split
@@ -22,6 +24,7 @@ _TYPES = {
 }
 _ANNOTATIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 _INT32_MAX = 2**31 - 1
+_SUMS = ("input", "number", "load", "add", "sub", "neg")
 _ABSENT = {"score": "score", "mask": "True", "gradient": "(grad,)"}
 
 
@@ -58,7 +61,8 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
         prefix: put before parameter names, so that two functions can share a kernel.
         fast: use the cheaper spelling of an operation where its row has one.
         columns: for a Gluon kernel, the index along the columns of its tiles. There are two more
-            functions then, KIND_rows and KIND_columns: their results are arguments of KIND_mod.
+            functions then, KIND_rows and KIND_columns: their results are arguments of KIND_mod, as
+            is the corner of the tile (see `diagonals`).
     """
     # In Gluon a number cannot be made without a layout, only cast.
     scalar = "tl.cast({}, {})" if columns else "tl.full((), {}, {})"
@@ -67,6 +71,7 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
     names = [*tensors, *(name for name, _ in values)]
     if not columns:
         return Function(_mod(program, style, [], names), tensors, values)
+    along, program = diagonals.split(program)
     parts = split(program, columns)
     row = "q_idx" if columns == "kv_idx" else "kv_idx"
     rows, of_rows = _part(parts.rows, style, "rows", row, names)
@@ -75,13 +80,14 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
         *(f"{ROWS}[{n}]" for n in of_rows),
         *(f"spread({COLUMNS}[{n}], {columns})" for n in of_columns),
     ]
-    pairs = _mod(parts.pairs, style, given, [ROWS, COLUMNS, *names])
-    return Function(f"{rows}\n\n{across}\n\n{pairs}", tensors, values)
+    functions = [rows, across, *(_along(along, style, names) if along else ())]
+    pairs = _mod(parts.pairs, style, given, [ROWS, COLUMNS, "corner", *names])
+    return Function("\n\n".join([*functions, pairs]), tensors, values)
 
 
 def absent(kind: str, columns: str = "") -> Function:
     """The same functions where there is no mod: of a score as it is, a mask that hides nothing."""
-    own = [*ARGUMENTS[kind], *([ROWS, COLUMNS] if columns else [])]
+    own = [*ARGUMENTS[kind], *([ROWS, COLUMNS, "corner"] if columns else [])]
     text = _function(f"{kind}_mod", own, [], _ABSENT[kind])
     for part in ("rows", "columns") if columns else ():
         text = _function(f"{kind}_{part}", ["b", "h", "index"], [], "(index,)") + "\n\n" + text
@@ -91,6 +97,9 @@ def absent(kind: str, columns: str = "") -> Function:
 def _mod(program: Program, style: _Style, flags: list[str], names: list[str]) -> str:
     """The function itself, with names of parameters beside the mod's own, and flags of loads."""
     body, results, own = _body(program, style)
+    if any(line.op == ALONG for line in program.instructions):
+        given = ", ".join(["b", "h", "corner", "q_idx", "kv_idx", *names[3:]])
+        body.insert(0, f"{ALONG} = {program.kind}_diagonals({given})")
     result = ", ".join(results)
     result = f"({result},)" if program.kind == "gradient" else result
     if program.kind == "score" and (valid := [*own, *flags]):
@@ -107,6 +116,28 @@ def _part(
     results += [" & ".join(valid)] if flags else []
     result = f"({', '.join(results or [index])},)"  # a tuple of nothing does not exist
     return _function(f"{program.kind}_{name}", ["b", "h", index, *names], body, result), flags
+
+
+def _along(program: Program, style: _Style, names: list[str]) -> tuple[str, str]:
+    """Functions of what a mod computes along diagonals: of a block, and of a tile."""
+    kind, given = program.kind, "".join(f", {name}" for name in names)
+    body, results, _ = _body(program, style)
+    block = _function(
+        f"{kind}_diagonal", ["b", "h", "q_idx", "kv_idx", *names], body, f"({', '.join(results)},)"
+    )
+    # Of 64 bits where only sums follow: what they add then becomes part of the addresses.
+    dtype = "int64" if all(line.op in _SUMS for line in program.instructions) else "int32"
+    sign = 1 if style.columns == "kv_idx" else -1
+    at = f"gl.to_tensor(0), difference(corner, block, {sign}, tl.{dtype})"
+    lines = [
+        "found = ()",
+        f"for block in gl.static_range({style.columns}.shape[1] // 8 + 1):",
+        f"    found = found + ({kind}_diagonal(b, h, {at}{given}),)",
+    ]
+    whole = "".join(f"along_diagonals(found, {n}, q_idx, kv_idx), " for n in range(len(results)))
+    arguments = ["b", "h", "corner", "q_idx", "kv_idx", *names]
+    tile = _function(f"{kind}_diagonals", arguments, lines, f"({whole})")
+    return block, tile.replace("@triton.jit", "@gluon.jit")
 
 
 def _function(name: str, parameters: list[str], body: list[str], result: str) -> str:
@@ -146,6 +177,8 @@ def _body(program: Program, style: _Style) -> tuple[list[str], list[str], list[s
 def _spell(line: Instruction, args: tuple[str, ...], style: _Style) -> str:
     if line.op == ROWS:
         return f"{ROWS}[{line.attr}]"
+    if line.op == ALONG:
+        return f"{ALONG}[{line.attr}]"
     if line.op == COLUMNS:
         return f"spread({COLUMNS}[{line.attr}], {style.columns})"
     if line.op == "cast" and line.dtype == torch.bool:
@@ -185,13 +218,19 @@ def _load(
             valid.append(f"{name}_ok{axis}")
         if is_wide(tensor):
             index = f"{index}.to(tl.int64)"
-        address.append(f"{index} * {base}_stride{axis}")
+        dense = tensor.stride(axis) == 1
+        address.append(index if dense else f"{index} * {base}_stride{axis}")
     read = f"tl.load({' + '.join(address)})"
     if tensor.dtype == torch.bool:
         read = f"({read} != 0)"
     elif tensor.dtype != line.dtype:
         read = f"{read}.to({_TYPES[line.dtype]})"
     return [*lines, f"{name} = {read}"]
+
+
+def layout(tensor: torch.Tensor) -> tuple[bool, ...]:
+    """What decides the text of a load, beside the tensor's type."""
+    return (is_wide(tensor), *(stride == 1 for stride in tensor.stride()))
 
 
 def is_wide(tensor: torch.Tensor) -> bool:

@@ -1,12 +1,13 @@
 """Integer arithmetic moved off the tile: to the few values that depend on one index alone.
 
 A kernel holds q_idx as a column and kv_idx as a row, so that an operation on either costs one
-side of a tile, and an operation on both costs the whole tile. Three rewrites spare the latter;
+side of a tile, and an operation on both costs the whole tile. Four rewrites spare the latter;
 each is made only where intervals prove that no result changes:
 
     a sum of integers     terms of q_idx first, then those of kv_idx, then one operation on both
     a comparison of sums  terms of q_idx against terms of kv_idx
     a float of integers   floats of its terms: a conversion costs two to four float additions
+    a needless clamp      what it clamps
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class _Hoister:
             new = self._comparison(line)
         elif line.op == "cast" and self._is_spared(line):
             new = self._float(line.args[0], line.dtype)
+        elif line.op in ("minimum", "maximum") and line.dtype in _WIDE:
+            new = self._extreme(line)
         else:
             new = self._copy(line)
         self.moved[position] = new
@@ -163,6 +166,14 @@ class _Hoister:
         if sign == other:
             row, sign = self._plain(row, -1, dtype), -sign
         return self._emit(line._replace(args=(row, key) if sign > 0 else (key, row)))
+
+    def _extreme(self, line: Instruction) -> int:
+        """A minimum or maximum, or the operand that it always is."""
+        for one, other in (line.args, line.args[::-1]):
+            (low, high), (lowest, highest) = self.ends[one], self.ends[other]
+            if high <= lowest if line.op == "minimum" else low >= highest:
+                return self.moved[one]
+        return self._copy(line)
 
     # floats of integers
 

@@ -82,10 +82,14 @@ def _costs(program: Program) -> list[bool]:
     """Which lines are dearer than a trip through shared memory, by themselves or what they read."""
     found: list[bool] = []
     for line in program.instructions:
-        costs = line.op not in _CHEAP
-        if line.op == "cast":
-            source = program.instructions[line.args[0]].dtype
-            floats = source.is_floating_point, line.dtype.is_floating_point
-            costs = floats[0] != floats[1] and source != torch.bool
-        found.append(costs or any(found[a] for a in line.args))
+        found.append(is_dear(program, line) or any(found[a] for a in line.args))
     return found
+
+
+def is_dear(program: Program, line: Instruction) -> bool:
+    """Whether a line by itself costs more than an addition."""
+    if line.op == "cast":
+        source = program.instructions[line.args[0]].dtype
+        floats = source.is_floating_point, line.dtype.is_floating_point
+        return floats[0] != floats[1] and source != torch.bool
+    return line.op not in _CHEAP

@@ -1,4 +1,4 @@
-"""What a Gluon kernel computes once a row or column: which lines, and that values are the same."""
+"""What a Gluon kernel computes once a row, column or diagonal, and that values stay the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import flexmod
 from flexmod import masks, mods
 from flexmod.kernels.launch import readable
 from flexmod.kernels.templates import device_functions
+from flexmod.program import diagonals
 from flexmod.program.emit import absent, emit, values
 from flexmod.program.evaluate import evaluate
 from flexmod.program.parts import split
@@ -23,6 +24,8 @@ EXTENTS = {"b": 1, "h": HEADS, "q_idx": Q_LEN, "kv_idx": KV_LEN}
 IDS = torch.arange(KV_LEN) // 9
 FLAGS = torch.arange(KV_LEN) % 5 > 0
 BIAS = torch.linspace(-1, 1, HEADS * KV_LEN).view(HEADS, KV_LEN)
+OFFSETS = torch.randn(HEADS, Q_LEN + KV_LEN, generator=torch.Generator().manual_seed(0))
+EVERY_THIRD = torch.arange(Q_LEN + KV_LEN) % 3 == 0
 PAIRS = torch.linspace(-2, 2, 81).view(9, 9)
 
 
@@ -36,6 +39,21 @@ def past_the_ends(score, b, h, q_idx, kv_idx):
 
 def of_columns(score, b, h, q_idx, kv_idx):
     return BIAS[h, kv_idx] + BIAS[h, q_idx]
+
+
+def by_difference(score, b, h, q_idx, kv_idx):
+    distance = kv_idx - q_idx + Q_LEN - 1
+    return score * OFFSETS[0, distance] + OFFSETS[h, distance] * score
+
+
+def bucketed(score, b, h, q_idx, kv_idx):
+    distance = (q_idx - kv_idx).abs()
+    far = torch.log2((distance + 1).float()) * 3
+    return score + BIAS[h, torch.where(distance < 5, distance, far.int())]
+
+
+def dilated(b, h, q_idx, kv_idx):
+    return EVERY_THIRD[kv_idx - q_idx + Q_LEN] & (q_idx >= 3)
 
 
 def many_rows(b, h, q_idx, kv_idx):
@@ -53,6 +71,9 @@ MODS = {
     "both ways": ("score", both_ways),
     "past the ends": ("score", past_the_ends),
     "of columns": ("score", of_columns),
+    "by difference": ("score", by_difference),
+    "bucketed": ("score", bucketed),
+    "dilated": ("mask", dilated),
     "many rows": ("mask", many_rows),
     "documents": ("mask", masks.document(IDS)),
     "conditions": ("mask", conditions),
@@ -68,7 +89,19 @@ APART = [  # (mod, columns, results of rows, of columns, loads that are left to 
     ("many rows", "kv_idx", 1, 0, 2),
 ]
 _KERNEL = """import triton
+import triton as gluon
+import triton.language as gl
 import triton.language as tl
+
+
+@triton.jit
+def difference(corner, block, SIGN, DTYPE):  # of the whole tile at once
+    return corner.to(DTYPE)
+
+
+@triton.jit
+def along_diagonals(found, NUMBER, q_idx, kv_idx):
+    return found[0][NUMBER]
 
 
 @triton.jit
@@ -88,7 +121,7 @@ def kernel(OUT, {parameters}Q: tl.constexpr, KV: tl.constexpr):
     place = {place}
     of_rows = {kind}_rows(0, 1, {row}{passed})
     of_columns = {kind}_columns(0, 1, across{passed})
-    value = {kind}_mod({score}0, 1, {indices}, of_rows, of_columns{passed})
+    value = {kind}_mod({score}0, 1, {indices}, of_rows, of_columns, {corner}{passed})
     tl.store(OUT + place, tl.broadcast_to(value, place.shape).to(OUT.dtype.element_ty))
 """
 
@@ -105,6 +138,32 @@ def test_what_costs_is_computed_apart(name, columns, rows, across, loads):
     assert len(parts.rows.outputs) == rows and parts.rows.reads <= {row, "b", "h"}
     assert len(parts.columns.outputs) == across and parts.columns.reads <= {columns, "b", "h"}
     assert sum(line.op == "load" for line in parts.pairs.instructions) == loads
+
+
+ALONG = [  # (mod, values that are computed along diagonals)
+    ("by difference", 2),
+    ("bucketed", 1),
+    ("dilated", 1),
+    ("alibi", 0),
+    ("bias", 0),
+    ("both ways", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "count"), ALONG)
+def test_what_depends_on_the_difference_alone_is_computed_along_diagonals(name, count):
+    inner, outer = diagonals.split(traced(name))
+    assert (len(inner.outputs) if inner else 0) == count
+    assert any(line.op == "load" for line in outer.instructions) == (count == 0)
+
+
+def test_a_table_that_may_be_too_short_is_read_pair_by_pair():
+    short = OFFSETS[:, :40]
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + short[h, kv_idx - q_idx + 20]
+
+    assert diagonals.split(specialize(flexmod.trace(mod), EXTENTS))[0] is None
 
 
 def test_cheap_arithmetic_stays_with_the_pairs():
@@ -158,6 +217,8 @@ def run(program, columns, dtype, folder):
             kind=program.kind,
             score="0.5, " if program.kind == "score" else "",
             indices=indices,
+            corner="kv_idx[None, :] - q_idx[:, None]" if across
+            else "kv_idx[:, None] - q_idx[None, :]",
             passed="".join(f", {name}" for name, _ in function.parameters),
         )
     )  # fmt: skip

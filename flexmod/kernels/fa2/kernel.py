@@ -16,7 +16,7 @@ from flexmod.kernels.fa2 import sums
 from flexmod.kernels.fa2.target import INTERPRETER
 from flexmod.kernels.problem import Inputs, Problem
 from flexmod.program import Program
-from flexmod.program.emit import Function, absent, emit, is_wide, values
+from flexmod.program.emit import Function, absent, emit, is_wide, layout, values
 
 _COLUMNS = {"hopper_forward.py.jinja": "kv_idx", "hopper_backward.py.jinja": "q_idx"}
 
@@ -111,7 +111,7 @@ def load(
 def _signature(program: Program | None) -> object:
     if program is None:
         return None
-    return program.key, tuple(is_wide(c) for c in program.captures)
+    return program.key, tuple(layout(c) for c in program.captures)
 
 
 def written_dtype(dtype: torch.dtype, target: tuning.Target) -> torch.dtype:
