@@ -102,6 +102,8 @@ def is_hopper():
 def variants(length, heads):
     ids = torch.arange(length, device=CUDA) * 4 // length
     table = torch.randn(heads, 2 * length - 1, device=CUDA)
+    bias, flags = table[:, :length], torch.arange(length, device=CUDA) % 5 > 0
+    pairs = torch.randn(4, 4, device=CUDA)
     return {
         "plain": (None, None),
         "causal": (None, masks.causal()),
@@ -111,6 +113,14 @@ def variants(length, heads):
         "alibi": (mods.alibi(heads, device=CUDA), masks.causal()),
         "softcap": (mods.softcap(20.0), masks.causal()),
         "relative bias": (mods.relative_bias(table), masks.causal()),
+        "bias of keys and queries": (
+            lambda s, b, h, q, kv: s + bias[h, kv] * bias[h, q] + pairs[ids[q], ids[kv]], None,
+        ),
+        "conditions": (
+            None,
+            lambda b, h, q, kv: (ids[q] == ids[kv]) & flags[kv] & (q // 16 >= kv // 16) & flags[q],
+        ),
+        "by head": (None, lambda b, h, q, kv: flags[h]),
     }  # fmt: skip
 
 
@@ -143,6 +153,24 @@ def learned(length, heads):
 def test_it_computes_what_the_reference_does(name, shape, dtype):
     score_mod, mask_mod = variants(max(shape[4:6]), shape[2])[name]
     _compare(shape, dtype, lambda: score_mod, mask_mod, [])
+
+
+READS_NO_SCORE = {
+    "keys": lambda s, b, h, q, kv: (kv + 1).rsqrt(),
+    "queries": lambda s, b, h, q, kv: (q + 1).rsqrt(),
+    "heads": lambda s, b, h, q, kv: h / 2,
+}
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("name", READS_NO_SCORE)
+def test_a_mod_that_reads_no_score(name):
+    inputs = torch.randn(3, 1, 2, 300, 64, device=CUDA)
+    found, exact = (
+        flexmod.flex_attention(*inputs.to(dtype), READS_NO_SCORE[name], masks.causal(), backend=b)
+        for b, dtype in (("hopper", torch.float16), ("reference", torch.float64))
+    )
+    assert (found.double() - exact).norm() <= 1e-3 * exact.norm()
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
