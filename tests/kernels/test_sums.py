@@ -12,12 +12,12 @@ from flexmod import mods
 from flexmod.attention import make_problem
 from flexmod.autograd import with_gradient
 from flexmod.kernels import hopper
-from flexmod.kernels.fa2 import kernel, sums, sums_text
+from flexmod.kernels.fa2 import kernel, products, sums, sums_text
 from flexmod.kernels.fa2.scatter import Scatter
 from flexmod.kernels.hopper.backward import Backward, with_score
 from flexmod.kernels.problem import Inputs, Saved
 from flexmod.kernels.templates import device_functions
-from flexmod.kernels.tuning import Tiles
+from flexmod.kernels.tuning import Target, Tiles
 from flexmod.program.emit import emit
 
 triton = pytest.importorskip("triton")
@@ -159,3 +159,68 @@ def test_what_hopper_sums_itself(name):
     problem = with_gradient(make_problem(inputs, program, None), program, frozenset([0]))
     saved = Saved(inputs.query, torch.zeros(1, 2, 256), inputs.query, None)
     assert isinstance(hopper.prepare_backward(problem, inputs, saved), Backward) is own
+
+
+KINDS = {
+    "scale": (lambda t: lambda s, b, h, i, j: s * t[h], ["product"]),
+    "temperature": (lambda t: lambda s, b, h, i, j: -s / (1 + t[h] * t[b]), ["product"] * 2),
+    "scale and bias": (
+        lambda t: lambda s, b, h, i, j: s * t[h] + t[j - i],
+        ["diagonal", "product"],
+    ),
+    "bias": (lambda t: lambda s, b, h, i, j: s + t[h], ["plane"]),
+    "capped": (lambda t: lambda s, b, h, i, j: torch.tanh(s * t[h]), ["plane"]),
+    "squared": (lambda t: lambda s, b, h, i, j: s * s * t[h], ["plane"]),
+    "column": (lambda t: lambda s, b, h, i, j: s * t[j], ["column"]),
+    "of a sum": (lambda t: lambda s, b, h, i, j: (s + i) * t[h], ["plane"]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_which_sums_come_with_the_gradients_of_queries(name):
+    make, kinds = KINDS[name]
+    problem, _ = _trained(make, [torch.zeros(64)], torch.float16, "cpu")
+    assert sorted(products.found(sums.plan(problem), problem.gradient).kinds) == kinds
+
+
+PRODUCTS = {
+    "scale": (lambda t: lambda s, b, h, i, j: s * t[h], [torch.tensor([0.5, 0.0])]),
+    "temperature": (
+        lambda t, u: lambda s, b, h, i, j: -s / t * u[b, h], [torch.tensor(2.0), torch.ones(2, 2)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_sums_that_come_with_the_gradients_of_queries(name):
+    """The kernel after the one over keys: from what it adds up, sums of grad * key."""
+    make, learned = PRODUCTS[name]
+    learned = [x.to(DEVICE).requires_grad_() for x in learned]
+    problem, inputs = _trained(make, learned, torch.float16, DEVICE)
+    inputs = Inputs(*(torch.randn_like(x) for x in inputs))
+    grad = torch.randn(BATCH, HEADS, Q_LEN, KV_LEN, device=DEVICE)
+    saved = Saved(inputs.query, grad[..., 0], inputs.query, None)
+    back = Backward(problem, inputs, saved, Target("sm_90", 227 << 10))
+    gradients, made = back.empty(), back.captured.make()
+    after = back.tensors(problem.operands(inputs), saved, gradients, made)[2]
+    after[0].copy_((grad @ inputs.key.float()).flatten())
+    back.passes[0].after.run(after)
+    found = back.scatter(made, tuple(problem.score.captures))
+
+    exact = [x.double().detach().requires_grad_() for x in (inputs.query, *learned)]
+    score = exact[0] @ inputs.key.double().mT * problem.scale
+    b, h, i, j = (torch.arange(n, device=DEVICE) for n in score.shape)
+    indices = b[:, None, None, None], h[:, None, None], i[:, None], j
+    wanted = torch.autograd.grad((make(*exact[1:])(score, *indices) * grad).sum(), exact)
+    torch.testing.assert_close(gradients.query.double(), wanted[0], rtol=2e-3, atol=2e-3)
+    for slot, its in enumerate(wanted[1:]):
+        torch.testing.assert_close(found[slot].double(), its, rtol=1e-5, atol=1e-4)
+
+
+def _trained(make, learned, dtype, device):
+    inputs = Inputs(
+        *(torch.zeros(BATCH, HEADS, n, 64, device=device, dtype=dtype) for n in LENGTHS)
+    )
+    program = flexmod.trace(make(*learned), "score")
+    problem = make_problem(inputs, program, None)
+    return with_score(with_gradient(problem, program, frozenset(range(len(learned))))), inputs

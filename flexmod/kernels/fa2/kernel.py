@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmod.blocks import BlockMask
 from flexmod.kernels import compile as kernel_cache
 from flexmod.kernels import dropout, templates, tuning
-from flexmod.kernels.fa2 import sums
+from flexmod.kernels.fa2 import products, sums
 from flexmod.kernels.fa2.target import INTERPRETER
 from flexmod.kernels.problem import Inputs, Problem
 from flexmod.program import Program
@@ -85,9 +85,12 @@ def load(
         return emit(program, f"{kind}_", fast and kind != "mask", columns)
 
     def render() -> str:
+        mods = {kind: emitted(kind, program) for kind, program in programs.items()}
+        if template == "hopper_backward.py.jinja" and plan is not None:
+            mods["plane"] = products.function(plan, gradient, fast, mods["gradient"].names)
         return templates.render(
             template,
-            mods={kind: emitted(kind, program) for kind, program in programs.items()},
+            mods=mods,
             sums=plan or sums.NOTHING,
             dropout=problem.dropout_p > 0,
             real="fp64" if problem.dtype == torch.float64 else "fp32",

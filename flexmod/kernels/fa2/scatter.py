@@ -111,6 +111,7 @@ class Scatter:
         offset = count(q_len + kv_len - 1) - (q_len - 1)  # kv_idx - q_idx of each diagonal
         q_idx, kv_idx = {
             "plane": (zero, zero),
+            "product": (zero, zero),
             "row": (count(q_len), zero),
             "column": (zero, count(kv_len)),
             "diagonal": ((-offset).clamp(min=0), offset.clamp(min=0)),

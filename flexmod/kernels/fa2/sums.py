@@ -6,6 +6,7 @@ plane     b and h only (a slope a head): one sum a program
 row       q_idx too: one sum a row            column  kv_idx too: one sum a column
 diagonal  only kv_idx - q_idx (a relative bias): one sum a diagonal of a tile, then an atomic add
 element   anything else: an atomic add an element
+product   a plane whose sum comes with the gradients of queries (hopper, see `fa2.products`)
 
 The sums go to buffers; `fa2.scatter` adds these to the tensors' gradients by the indices. What is
 written into the kernels for this is in `fa2.sums_text`.
@@ -52,6 +53,7 @@ class Plan:
         rows, keys = problem.q_len, problem.kv_len
         shapes = {
             "plane": (*planes, plane),
+            "product": (*planes, rows),
             "row": (*planes, rows),
             "column": (*planes, keys),
             "diagonal": (*planes, rows + keys + 2 * margin),

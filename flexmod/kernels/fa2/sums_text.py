@@ -8,7 +8,7 @@ from flexmod.kernels.fa2.sums import Plan
 from flexmod.program.gradient import LoadGradient
 
 _BY_QUERY = ("plane", "row", "diagonal", "element")  # summed by the kernel that walks a query tile
-HOPPER = frozenset({"plane", "column", "diagonal"})  # what `hopper_functions` can sum
+HOPPER = frozenset({"plane", "column", "diagonal"})  # what `hopper_functions` adds up
 
 
 def tensors(plan: Plan) -> list[str]:
@@ -93,6 +93,8 @@ def hopper_functions(plan: Plan) -> str:
     """
     lines = []
     for n, (load, kind) in enumerate(zip(plan.loads, plan.kinds, strict=True)):
+        if kind == "product":
+            continue
         value = f"results[{load.value}] * grad"
         lines.append(
             f"value{n} = " + (value if plan.finite[n] else f"tl.where(grad == 0.0, 0.0, {value})")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmod.kernels import fa2, tuning
-from flexmod.kernels.fa2 import kernel, sums
+from flexmod.kernels.fa2 import kernel, products, sums
 from flexmod.kernels.fa2.backward import Backward as Portable
 from flexmod.kernels.fa2.scatter import Scatter
 from flexmod.kernels.fa2.sums_text import HOPPER
@@ -20,8 +20,9 @@ from flexmod.kernels.problem import Gradients, Inputs, Operands, Problem, Saved
 from flexmod.program.gradient import differentiate
 
 _WARPS, _REGISTERS, _MOST = 8, 24, 168  # of a thread in the producer, and at the start
-_ROWS_BEFORE = 64
-_ELEMENTS_AFTER = 4096
+_ROWS = 64  # of queries, of the kernels before and after
+_OF_BEFORE = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE")
+_OF_AFTER = ("HEAD_DIM", "PADDED_DIM", "HAS_PRODUCTS")
 _TILES_A_PASS = 2048  # of keys: enough to fill the device, few enough to bound the sums' memory
 
 
@@ -79,9 +80,10 @@ class Backward:
         self.has_d_lse = saved.d_lse is not None
         problem = with_score(problem)
         self.slots = problem.gradient.slots if problem.gradient else ()
-        self.fields = self._fields(problem)
-        size = tuning.Tiles(self.fields["TILE_Q"], tiles.TILE_KV, _WARPS, self.fields["STAGES"])
-        plan = sums.plan(problem)
+        cut = tiles.backward(problem)
+        size = tuning.Tiles(cut.queries, tiles.TILE_KV, _WARPS, cut.stages)
+        plan = products.found(sums.plan(problem), problem.gradient)
+        self.fields = self._fields(problem, plan, cut)
         self.captured = plan.buffers(problem, size, problem.kv_len, HOPPER)
         self.scatter = Scatter(problem, plan, self.captured)
         problem = replace(problem, score=None)  # its text is in the derivative's
@@ -89,12 +91,12 @@ class Backward:
         self._module, self._size = kernel.load(*load), size
         self.passes = self._make_passes(problem, inputs, saved)
 
-    def _fields(self, problem: Problem) -> dict[str, Any]:
-        cut = tiles.backward(problem)
+    def _fields(self, problem: Problem, plan: sums.Plan, cut: tiles.Backward) -> dict[str, Any]:
         return tiles.fields(problem) | {
             "TILE_Q": cut.queries,
             "HAS_SLOPE": problem.gradient is not None and not problem.gradient.is_identity,
-            "HAS_SUMS": problem.gradient is not None and bool(problem.gradient.loads),
+            "HAS_SUMS": not HOPPER.isdisjoint(plan.kinds),
+            "HAS_PRODUCTS": "product" in plan.kinds,
             "STAGES": cut.stages,
             "HOLDS_KEYS": cut.holds_keys,
             "HOLDS_VALUES": cut.holds_values,
@@ -139,17 +141,19 @@ class Backward:
         before = (
             first_plane, problem.heads, length, *out.stride()[:3], *d_out.stride()[:3],
         )  # fmt: skip
-        size = planes * length * problem.head_dim
-        after = (problem.scale, size, first_plane * length * problem.head_dim)
-        dims = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE")
-        of_before = {name: self.fields[name] for name in dims} | {"HAS_D_LSE": self.has_d_lse}
+        after = (
+            *kernel.mod_values(mods), problem.scale, first_plane, problem.heads, length,
+            *inputs.query.stride()[:3],
+        )  # fmt: skip
+        of_before = {name: self.fields[name] for name in _OF_BEFORE}
+        of_before["HAS_D_LSE"] = self.has_d_lse
+        of_after = {name: self.fields[name] for name in _OF_AFTER}
+        row_tiles = -(-length // _ROWS) * planes
         programs = min(rows * count, tiles.multiprocessors(problem.device))
         return Pass(
-            self._launch("before", -(-length // _ROWS_BEFORE) * planes, before, of_before, 4),
+            self._launch("before", row_tiles, before, of_before, 4),
             self._launch("backward", programs, over_keys, self.fields, _WARPS, {"maxnreg": _MOST}),
-            self._launch(
-                "after", -(-size // _ELEMENTS_AFTER), after, {"ELEMENTS": _ELEMENTS_AFTER}, 8
-            ),
+            self._launch("after", row_tiles, after, of_after, 8),
         )
 
     def _launch(
@@ -202,7 +206,8 @@ class Backward:
             counter, *given[:3], d_out, key, value, totals, lse, delta, spans, runs, *captures,
             *captured,
         ]  # fmt: skip
-        return [counter, out, d_out, d_lse, delta, totals], over_keys, [totals, query]
+        after = [totals, given.query, query, *captures, *captured]
+        return [counter, out, d_out, d_lse, delta, totals], over_keys, after
 
 
 def copyable(x: Tensor) -> Tensor:
