@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexmod.kernels.cpu import walk
+from flexmod.kernels.cpu import rectangles, walk
 from flexmod.kernels.problem import Inputs, Problem, Result, new_output
 from flexmod.kernels.reference import weighted_sum
 
@@ -24,16 +24,22 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     out = new_output(problem, inputs.query)
     shape = (problem.batch, problem.heads, problem.q_len)
     lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
-    top = torch.empty_like(lse)
-    key, value = (x.to(problem.work_dtype) for x in (inputs.key, inputs.value))
+    top = torch.empty_like(lse) if problem.wants_max_scores else None
+    inputs = Inputs(*(x.to(problem.work_dtype) for x in inputs))
+    whole, grid, rest = rectangles.parts(problem, inputs, not problem.wants_max_scores)
+    seen = rectangles.forward(problem, whole, inputs) if whole else None
     # Hidden values that are NaN must not count; looked for once, as it takes a pass.
-    weigh = torch.matmul if walk.is_finite(value) else weighted_sum
+    weigh = torch.matmul if walk.is_finite(inputs.value) else weighted_sum
     products = walk.Products()
-    for row in walk.walk(problem, inputs):
-        query = inputs.query[row.queries].to(problem.work_dtype) * problem.scale
-        result = _attend(problem, query, key[row.keys], value[row.keys], row, products, weigh)
-        for target, source in zip((out, lse, top), result, strict=True):
-            target[row.queries] = source
+    for row in walk.walk(problem, inputs, grid, rest):
+        query = inputs.query[row.queries] * problem.scale
+        key, value = inputs.key[row.keys], inputs.value[row.keys]
+        part, highest = _attend(problem, query, key, value, row, products, weigh)
+        if seen is not None:
+            part = rectangles.merged(seen.at(row), part)
+        out[row.queries], lse[row.queries] = part
+        if top is not None:
+            top[row.queries] = highest
     return Result(out, lse, top)
 
 
@@ -45,8 +51,8 @@ def _attend(
     row: walk.Row,
     products: walk.Products,
     weigh: Callable[[Tensor, Tensor], Tensor],  # weights, values -> their product
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and maximum of one row of query blocks."""
+) -> tuple[rectangles.Partial, Tensor]:
+    """out and lse, and the maxima, of one row of query blocks."""
     batch, heads, rows, _ = query.shape
     grouped = (batch, key.shape[1], heads // key.shape[1] * rows)  # heads of a group side by side
     query = query.reshape(*grouped, -1)
@@ -82,7 +88,7 @@ def _is_near(top: Tensor) -> bool:
 
 def _finish(
     problem: Problem, row: walk.Row, out: Tensor, total: Tensor, origin: Tensor, top: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[rectangles.Partial, Tensor]:
     """Divide once, at the end; a sink joins the sum with no value of its own."""
     if problem.sink is not None:
         sink = problem.sink[row.heads].to(total.dtype).view(-1, 1, 1)
@@ -93,4 +99,4 @@ def _finish(
     blind = total == 0
     safe = torch.where(blind, 1.0, total)
     lse = torch.where(blind, -torch.inf, origin + torch.log(safe))
-    return out / safe, lse.squeeze(-1), top.squeeze(-1)
+    return rectangles.Partial(out / safe, lse.squeeze(-1)), top.squeeze(-1)

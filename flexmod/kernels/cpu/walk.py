@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flexmod.blocks.grid import Grid
 from flexmod.kernels import dropout
 from flexmod.kernels.problem import Inputs, Problem
 from flexmod.program.evaluate import evaluate, on_grid, raise_if_invalid
@@ -17,6 +18,7 @@ _QUERY_ROWS = 1024  # heads x query rows at a time: scores stay in cache
 _KEYS = 1024  # keys at a time
 _DENSE_BLOCK = 128
 _LOG2_E = math.log2(math.e)
+Run = tuple[int, int, bool]  # first block, one past the last, full
 
 
 @dataclass(frozen=True)
@@ -54,36 +56,45 @@ class Row:
         return self.kv_batches, self.kv_heads
 
 
-def walk(problem: Problem, inputs: Inputs) -> Iterator[Row]:
+def grid_of(problem: Problem) -> tuple[Grid, list[list[Run]]]:
+    """The grid of a problem, and the runs of its rows: of one long full run without a mask."""
+    if problem.mask is not None:
+        return problem.mask.grid, problem.mask.runs.host
+    grid = Grid(1, 1, problem.q_len, problem.kv_len, _DENSE_BLOCK, _DENSE_BLOCK)
+    return grid, [[(0, grid.columns, True)]] * grid.rows
+
+
+def walk(
+    problem: Problem, inputs: Inputs, grid: Grid, runs: Sequence[Sequence[Run]]
+) -> Iterator[Row]:
     """All rows of a call; neighbours in the order share their keys."""
-    grid = problem.mask.grid if problem.mask else None
-    block = grid.block_q if grid else _DENSE_BLOCK
-    batch_step = 1 if grid and grid.batch > 1 else max(problem.batch, 1)
-    wanted = max(1, _QUERY_ROWS // (block * batch_step))
-    many_planes = grid is not None and grid.heads > 1
-    head_step = 1 if many_planes else max(1, wanted // problem.group) * problem.group
+    batch_step = 1 if grid.batch > 1 else max(problem.batch, 1)
+    wanted = max(1, _QUERY_ROWS // (grid.block_q * batch_step))
+    head_step = 1 if grid.heads > 1 else max(1, wanted // problem.group) * problem.group
     for b in range(0, problem.batch, batch_step):
         for h in range(0, problem.heads, head_step):
             batches, heads = slice(b, b + batch_step), slice(h, min(h + head_step, problem.heads))
-            kv_heads = slice(heads.start // problem.group, -(-heads.stop // problem.group))
-            kv_batches = batches if inputs.key.shape[0] > 1 else slice(0, 1)
-            plane = 0
-            if grid:
-                plane = (b if grid.batch > 1 else 0) * grid.heads + (h if many_planes else 0)
-            for row, start in enumerate(range(0, problem.q_len, block)):
-                rows = slice(start, min(start + block, problem.q_len))
-                steps = _steps(problem, plane, row)
-                yield Row(batches, heads, rows, kv_batches, kv_heads, steps)
+            plane = (b if grid.batch > 1 else 0) * grid.heads + (h if grid.heads > 1 else 0)
+            for row in range(grid.rows):
+                start = row * grid.block_q
+                rows = slice(start, min(start + grid.block_q, problem.q_len))
+                steps = _steps(grid, runs[plane * grid.rows + row])
+                yield row_of(problem, inputs, batches, heads, rows, steps)
 
 
-def _steps(problem: Problem, plane: int, row: int) -> list[Keys]:
+def row_of(
+    problem: Problem, inputs: Inputs, batches: slice, heads: slice, rows: slice, steps: list[Keys]
+) -> Row:
+    """With the key/value batches and heads that belong to those of the query."""
+    kv_heads = slice(heads.start // problem.group, -(-heads.stop // problem.group))
+    kv_batches = batches if inputs.key.shape[0] > 1 else slice(0, 1)
+    return Row(batches, heads, rows, kv_batches, kv_heads, steps)
+
+
+def _steps(grid: Grid, runs: Sequence[Run]) -> list[Keys]:
     """The keys that a row of query blocks visits, at most _KEYS at a time."""
-    spans = [(0, problem.kv_len, True)]
-    if problem.mask is not None:
-        grid = problem.mask.grid
-        runs = problem.mask.runs.host[plane * grid.rows + row]
-        size = grid.block_kv
-        spans = [(a * size, min(b * size, problem.kv_len), full) for a, b, full in runs]
+    size = grid.block_kv
+    spans = [(a * size, min(b * size, grid.kv_len), full) for a, b, full in runs]
     return [
         Keys(start, min(start + _KEYS, stop), full)
         for first, stop, full in spans
@@ -164,3 +175,8 @@ def kept(problem: Problem, indices: dict[str, Tensor]) -> Tensor | None:
         return None
     keep = dropout.keep(problem.dropout_seed, problem.dropout_p, indices)
     return keep.to(problem.work_dtype) / (1 - problem.dropout_p)
+
+
+def add(target: Tensor, part: Tensor) -> None:
+    """Add to key/value gradients; one shared key/value batch receives the sum over batches."""
+    target += part.sum(0, keepdim=True) if target.shape[0] < part.shape[0] else part
