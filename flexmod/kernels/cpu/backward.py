@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmod.kernels import captures
-from flexmod.kernels.cpu import rectangles, walk
+from flexmod.kernels.cpu import fused, walk
 from flexmod.kernels.problem import Gradients, Inputs, Problem, Saved
 from flexmod.program.evaluate import evaluate
 
@@ -22,20 +22,19 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     """
     work = problem.work_dtype
     inputs = Inputs(*(x.to(work) for x in inputs))
-    saved = saved._replace(out=saved.out.to(work), d_out=saved.d_out.to(work))
-    whole, grid, rest = rectangles.parts(problem, inputs, saved.d_lse is None)
-    inputs = inputs._replace(key=_finite(inputs.key), value=_finite(inputs.value))
+    if saved.d_lse is None and fused.serves(problem, inputs):
+        return fused.backward(problem, inputs, saved)
+    key, value = _finite(inputs.key), _finite(inputs.value)
     d_query = torch.zeros(inputs.query.shape, dtype=work, device=problem.device)
-    d_key, d_value = (torch.zeros_like(x.mT, memory_format=_DENSE) for x in inputs[1:])
+    d_key, d_value = (torch.zeros_like(x.mT, memory_format=_DENSE) for x in (key, value))
     delta = torch.empty(saved.lse.shape, dtype=work, device=problem.device)
     sums, products = captures.Accumulator(problem), walk.Products()
-    for row in walk.walk(problem, inputs, grid, rest):
-        step = _Row(problem, row, inputs, saved, products)
+    for row in walk.walk(problem, inputs):
+        step = _Row(problem, row, inputs, saved, key[row.keys], value[row.keys], products)
         step.run(d_query[row.queries], d_key[row.keys], d_value[row.keys], sums)
         delta[row.queries] = step.delta.squeeze(-1)
-    grads = Inputs(d_query, d_key.mT.contiguous(), d_value.mT.contiguous())
-    rectangles.backward(problem, whole, inputs, saved, grads)
-    return Gradients(*grads, delta, sums.totals())
+    d_key, d_value = d_key.mT.contiguous(), d_value.mT.contiguous()
+    return Gradients(d_query, d_key, d_value, delta, sums.totals())
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -51,22 +50,24 @@ class _Row:
         self,
         problem: Problem,
         row: walk.Row,
-        inputs: Inputs,  # in the working precision, as are out and its gradient
+        inputs: Inputs,
         saved: Saved,
+        key: Tensor,
+        value: Tensor,
         products: walk.Products,
     ) -> None:
-        self.problem, self.row = problem, row
-        self.key, self.value = inputs.key[row.keys], inputs.value[row.keys]
+        work = problem.work_dtype
+        self.problem, self.row, self.key, self.value = problem, row, key, value
         self.products = products
         query = inputs.query[row.queries] * problem.scale
         self.shape = query.shape[:3]
         batch, heads, rows = self.shape
-        self.grouped = (batch, self.key.shape[1], heads // self.key.shape[1] * rows)
+        self.grouped = (batch, key.shape[1], heads // key.shape[1] * rows)
         self.query = query.reshape(*self.grouped, -1)
-        self.d_out = saved.d_out[row.queries].reshape(*self.grouped, -1)
+        self.d_out = saved.d_out[row.queries].to(work).reshape(*self.grouped, -1)
         lse = saved.lse[row.queries].unsqueeze(-1)
         self.lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a row that saw nothing: p = 0
-        terms = saved.out[row.queries] * saved.d_out[row.queries]
+        terms = saved.out[row.queries].to(work) * saved.d_out[row.queries].to(work)
         self.delta = terms.sum(-1, keepdim=True)
         if saved.d_lse is not None:
             self.delta -= saved.d_lse[row.queries].unsqueeze(-1)
@@ -122,4 +123,3 @@ class _Row:
 
     def _grouped(self, x: Tensor) -> Tensor:
         return x.reshape(*self.grouped, -1)
-

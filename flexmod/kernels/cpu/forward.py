@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexmod.kernels.cpu import rectangles, walk
+from flexmod.kernels.cpu import fused, walk
 from flexmod.kernels.problem import Inputs, Problem, Result, new_output
 from flexmod.kernels.reference import weighted_sum
 
@@ -21,25 +21,22 @@ _REACH = 30.0
 
 
 def forward(problem: Problem, inputs: Inputs) -> Result:
+    inputs = Inputs(*(x.to(problem.work_dtype) for x in inputs))
+    if not problem.wants_max_scores and fused.serves(problem, inputs):
+        return fused.forward(problem, inputs)
     out = new_output(problem, inputs.query)
     shape = (problem.batch, problem.heads, problem.q_len)
     lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
-    top = torch.empty_like(lse) if problem.wants_max_scores else None
-    inputs = Inputs(*(x.to(problem.work_dtype) for x in inputs))
-    whole, grid, rest = rectangles.parts(problem, inputs, not problem.wants_max_scores)
-    seen = rectangles.forward(problem, whole, inputs) if whole else None
+    top = torch.empty_like(lse)
+    _, key, value = inputs
     # Hidden values that are NaN must not count; looked for once, as it takes a pass.
-    weigh = torch.matmul if walk.is_finite(inputs.value) else weighted_sum
+    weigh = torch.matmul if walk.is_finite(value) else weighted_sum
     products = walk.Products()
-    for row in walk.walk(problem, inputs, grid, rest):
+    for row in walk.walk(problem, inputs):
         query = inputs.query[row.queries] * problem.scale
-        key, value = inputs.key[row.keys], inputs.value[row.keys]
-        part, highest = _attend(problem, query, key, value, row, products, weigh)
-        if seen is not None:
-            part = rectangles.merged(seen.at(row), part)
-        out[row.queries], lse[row.queries] = part
-        if top is not None:
-            top[row.queries] = highest
+        result = _attend(problem, query, key[row.keys], value[row.keys], row, products, weigh)
+        for target, source in zip((out, lse, top), result, strict=True):
+            target[row.queries] = source
     return Result(out, lse, top)
 
 
@@ -51,8 +48,8 @@ def _attend(
     row: walk.Row,
     products: walk.Products,
     weigh: Callable[[Tensor, Tensor], Tensor],  # weights, values -> their product
-) -> tuple[rectangles.Partial, Tensor]:
-    """out and lse, and the maxima, of one row of query blocks."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and maximum of one row of query blocks."""
     batch, heads, rows, _ = query.shape
     grouped = (batch, key.shape[1], heads // key.shape[1] * rows)  # heads of a group side by side
     query = query.reshape(*grouped, -1)
@@ -88,7 +85,7 @@ def _is_near(top: Tensor) -> bool:
 
 def _finish(
     problem: Problem, row: walk.Row, out: Tensor, total: Tensor, origin: Tensor, top: Tensor
-) -> tuple[rectangles.Partial, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Divide once, at the end; a sink joins the sum with no value of its own."""
     if problem.sink is not None:
         sink = problem.sink[row.heads].to(total.dtype).view(-1, 1, 1)
@@ -99,4 +96,4 @@ def _finish(
     blind = total == 0
     safe = torch.where(blind, 1.0, total)
     lse = torch.where(blind, -torch.inf, origin + torch.log(safe))
-    return rectangles.Partial(out / safe, lse.squeeze(-1)), top.squeeze(-1)
+    return out / safe, lse.squeeze(-1), top.squeeze(-1)

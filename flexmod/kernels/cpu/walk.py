@@ -30,6 +30,12 @@ class Keys:
     full: bool
 
     @property
+    def group(self) -> int:
+        """Query heads of it that share a key/value head."""
+        count = self.kv_heads.stop - self.kv_heads.start
+        return (self.heads.stop - self.heads.start) // count
+
+    @property
     def span(self) -> slice:
         return slice(self.start, self.stop)
 
@@ -55,19 +61,21 @@ class Row:
         """Where its keys lie in a [B | 1, Hkv, KV, ...] tensor."""
         return self.kv_batches, self.kv_heads
 
+    @property
+    def group(self) -> int:
+        """Query heads of it that share a key/value head."""
+        count = self.kv_heads.stop - self.kv_heads.start
+        return (self.heads.stop - self.heads.start) // count
 
-def grid_of(problem: Problem) -> tuple[Grid, list[list[Run]]]:
-    """The grid of a problem, and the runs of its rows: of one long full run without a mask."""
-    if problem.mask is not None:
-        return problem.mask.grid, problem.mask.runs.host
-    grid = Grid(1, 1, problem.q_len, problem.kv_len, _DENSE_BLOCK, _DENSE_BLOCK)
-    return grid, [[(0, grid.columns, True)]] * grid.rows
+    @property
+    def span(self) -> slice:
+        """From its first key to its last."""
+        return slice(self.steps[0].start, self.steps[-1].stop)
 
 
-def walk(
-    problem: Problem, inputs: Inputs, grid: Grid, runs: Sequence[Sequence[Run]]
-) -> Iterator[Row]:
+def walk(problem: Problem, inputs: Inputs) -> Iterator[Row]:
     """All rows of a call; neighbours in the order share their keys."""
+    grid, runs = grid_of(problem)
     batch_step = 1 if grid.batch > 1 else max(problem.batch, 1)
     wanted = max(1, _QUERY_ROWS // (grid.block_q * batch_step))
     head_step = 1 if grid.heads > 1 else max(1, wanted // problem.group) * problem.group
@@ -76,30 +84,41 @@ def walk(
             batches, heads = slice(b, b + batch_step), slice(h, min(h + head_step, problem.heads))
             plane = (b if grid.batch > 1 else 0) * grid.heads + (h if grid.heads > 1 else 0)
             for row in range(grid.rows):
-                start = row * grid.block_q
-                rows = slice(start, min(start + grid.block_q, problem.q_len))
-                steps = _steps(grid, runs[plane * grid.rows + row])
-                yield row_of(problem, inputs, batches, heads, rows, steps)
+                rows = span(row, row + 1, grid.block_q, grid.q_len)
+                found = steps(grid, runs[plane * grid.rows + row])
+                yield row_of(problem, inputs, batches, heads, rows, found)
+
+
+def grid_of(problem: Problem) -> tuple[Grid, Sequence[Sequence[Run]]]:
+    """The blocks of a call, and the runs of their rows: a full one each without a mask."""
+    if problem.mask is not None:
+        return problem.mask.grid, problem.mask.runs.host
+    grid = Grid(1, 1, problem.q_len, problem.kv_len, _DENSE_BLOCK, _DENSE_BLOCK)
+    return grid, [[(0, grid.columns, True)]] * grid.rows
 
 
 def row_of(
     problem: Problem, inputs: Inputs, batches: slice, heads: slice, rows: slice, steps: list[Keys]
 ) -> Row:
-    """With the key/value batches and heads that belong to those of the query."""
+    """With the key/value batches and heads that serve those of the query."""
     kv_heads = slice(heads.start // problem.group, -(-heads.stop // problem.group))
     kv_batches = batches if inputs.key.shape[0] > 1 else slice(0, 1)
     return Row(batches, heads, rows, kv_batches, kv_heads, steps)
 
 
-def _steps(grid: Grid, runs: Sequence[Run]) -> list[Keys]:
+def steps(grid: Grid, runs: Sequence[Run]) -> list[Keys]:
     """The keys that a row of query blocks visits, at most _KEYS at a time."""
-    size = grid.block_kv
-    spans = [(a * size, min(b * size, grid.kv_len), full) for a, b, full in runs]
+    spans = [(span(a, b, grid.block_kv, grid.kv_len), full) for a, b, full in runs]
     return [
-        Keys(start, min(start + _KEYS, stop), full)
-        for first, stop, full in spans
-        for start in range(first, stop, _KEYS)
+        Keys(start, min(start + _KEYS, keys.stop), full)
+        for keys, full in spans
+        for start in range(keys.start, keys.stop, _KEYS)
     ]
+
+
+def span(first: int, last: int, block: int, length: int) -> slice:
+    """Positions of blocks, up to the last exclusively."""
+    return slice(first * block, min(last * block, length))
 
 
 class Products:

@@ -1,0 +1,128 @@
+"""Attention without a score_mod by torch's own fused kernels for the CPU, piece by piece.
+
+They keep scores in a core's cache, which products and passes of torch operations cannot. Attention
+to disjoint keys merges by lse, and the backward of a piece, given out and lse of the whole, is its
+share of the gradients (FlashAttention-2, Dao 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod.kernels.cpu import walk
+from flexmod.kernels.cpu.pieces import pieces
+from flexmod.kernels.problem import Gradients, Inputs, Problem, Result, Saved, new_output
+
+_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys: out [b, h, rows, E], lse [b, h, rows]; 0 and -inf of none."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def serves(problem: Problem, inputs: Inputs) -> bool:
+    """Whether torch's kernels can do it, and mean what is meant here.
+
+    A score that is infinite or NaN under a mask would reach its row. So inputs in the working
+    precision are looked at: no score may overflow.
+    """
+    if problem.score is not None or problem.dropout_p or problem.device.type != "cpu":
+        return False
+    if problem.head_dim != problem.value_dim:
+        return False
+    query, key, value = (max(-float(low), float(high)) for low, high in map(torch.aminmax, inputs))
+    bound = query * key * problem.head_dim * max(1.0, abs(problem.scale))
+    return bound < torch.finfo(problem.work_dtype).max and math.isfinite(value)
+
+
+def forward(problem: Problem, inputs: Inputs) -> Result:
+    """Without max_scores, which the kernels do not tell."""
+    query, key, value = map(_in_rows, inputs)
+    inputs = Inputs(query, key, value)
+    total = Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
+    for piece in pieces(problem, inputs):
+        mask = _hidden(problem, piece)
+        out, lse = _attention(*_grouped(piece, inputs), attn_mask=mask, scale=problem.scale)
+        if mask is not None:  # a row that sees nothing: the kernel says 0
+            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        here = Part(*(x[piece.queries] for x in total))
+        _merge(here, Part(out.reshape(here.out.shape), lse.reshape(here.lse.shape)))
+    if problem.sink is not None:  # a key whose value is 0
+        sink = problem.sink.to(query.dtype).view(-1, 1).expand_as(total.lse)
+        _merge(total, Part(query.new_zeros(()).expand_as(query), sink))
+    return Result(new_output(problem, query).copy_(total.out), total.lse, None)
+
+
+def _merge(total: Part, part: Part) -> None:
+    """Add attention to other keys."""
+    weight = torch.sigmoid(part.lse - total.lse).masked_fill_(part.lse == -torch.inf, 0.0)
+    total.out.lerp_(part.out, weight.unsqueeze(-1))
+    total.lse.copy_(torch.logaddexp(total.lse, part.lse))
+
+
+def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
+    """Without a gradient of lse, which the kernels do not take."""
+    inputs = Inputs(*map(_in_rows, inputs))
+    out, d_out = (_in_rows(x.to(problem.work_dtype)) for x in (saved.out, saved.d_out))
+    lse = saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf)  # saw nothing: no weights
+    grads = Inputs(*(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs))
+    for piece in pieces(problem, inputs):
+        query, key, value = _grouped(piece, inputs)
+        rows = [x[piece.queries].reshape(*query.shape[:3], *x.shape[3:]) for x in (out, lse, d_out)]
+        found = _attention_backward(
+            rows[2], query, key, value, *rows[:2], 0.0, False,
+            attn_mask=_hidden(problem, piece), scale=problem.scale,
+        )  # fmt: skip
+        here = grads.query[piece.queries]
+        here += found[0].reshape(here.shape)
+        for target, part in zip(grads[1:], found[1:], strict=True):
+            walk.add(target[piece.keys][:, :, piece.span], part)
+    delta = (out * d_out).sum(-1)
+    return Gradients(*grads, delta, {})
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Memory as the kernels read it: numbers of a row side by side, and rows do not overlap."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+
+
+def _grouped(piece: walk.Row, inputs: Inputs) -> Inputs:
+    """The tensors of a piece; heads of a group lie one after the other, as rows of one head."""
+    query, key, value = inputs.query[piece.queries], inputs.key[piece.keys], inputs.value[piece.keys]
+    batch, _, _, dim = query.shape
+    query = query.reshape(batch, key.shape[1], -1, dim)
+    key, value = (x[:, :, piece.span].expand(batch, -1, -1, -1) for x in (key, value))
+    return Inputs(query, key, value)
+
+
+def _hidden(problem: Problem, piece: walk.Row) -> Tensor | None:
+    """-inf where the mask hides and 0 elsewhere, for the rows of `_grouped`; None: all is visible.
+
+    [b | 1, kv heads | 1, rows, keys]
+    """
+    found = None
+    for keys in piece.steps:
+        visible = walk.visible_positions(problem, keys, walk.index_tensors(problem, piece, keys))
+        if visible is None:
+            continue
+        if found is None:
+            sizes = 1, 1, *(x.stop - x.start for x in (piece.rows, piece.span))
+            shape = torch.broadcast_shapes(visible.shape[:-2], sizes[:2]) + sizes[2:]
+            found = torch.zeros(shape, dtype=problem.work_dtype)
+        first = keys.start - piece.span.start
+        here = found[..., first : first + keys.stop - keys.start]
+        here.masked_fill_(~visible, -torch.inf)
+    if found is None or piece.group == 1:
+        return found
+    batch, heads, rows, count = found.shape
+    kv_heads = max(heads // piece.group, 1)
+    found = found.expand(-1, kv_heads * piece.group, -1, -1)
+    return found.reshape(batch, kv_heads, piece.group * rows, count)
