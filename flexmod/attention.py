@@ -115,18 +115,20 @@ def flex_attention(
     """
     if return_aux is not None:
         checks.returns(return_lse, return_aux)
+    wants_max_scores = return_aux is not None and bool(return_aux.max_scores)
     if torch.compiler.is_dynamo_compiling():
         result = compiled.attend(
             _carrier, query, key, value, score_mod, block_mask, scale,
             enable_gqa=enable_gqa, kernel_options=kernel_options, sink=sink, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
+            wants_max_scores=wants_max_scores,
         )  # fmt: skip
     else:
         result = _attend(
             query, key, value, score_mod, block_mask, scale,
             enable_gqa=enable_gqa, kernel_options=kernel_options, sink=sink, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
-            wants_max_scores=return_aux is not None and bool(return_aux.max_scores),
+            wants_max_scores=wants_max_scores,
         )  # fmt: skip
     return returned(result, return_lse, return_aux)
 
@@ -146,7 +148,7 @@ def _attend(
     dropout_seed: int | None,
     deterministic: bool | None,
     backend: str | None,
-    wants_max_scores: bool = True,
+    wants_max_scores: bool,
 ) -> Result:
     """Check the arguments, trace the mods, and run the call: itself, or as one operation."""
     if torch._C._is_any_autocast_enabled():
@@ -181,13 +183,12 @@ def _attend(
         "dropout_p": float(dropout_p),
         "deterministic": in_order,
         "sink": sink,
+        "wants_max_scores": wants_max_scores,
     }
     if is_watched:
         drawn = given.seed_tensor(dropout_p, dropout_seed)
         return _as_operation(inputs, score, block_mask, scale, drawn, backend, **settings)
-    problem = make_problem(
-        inputs, score, mask, scale, dropout_seed=seed, wants_max_scores=wants_max_scores, **settings
-    )
+    problem = make_problem(inputs, score, mask, scale, dropout_seed=seed, **settings)
     result, prepared = attend(problem, inputs, score, backend)
     if prepared is not None and prepared.is_lasting and programs is not None:
         calls.keep(programs, prepared)

@@ -84,7 +84,6 @@ def implement(make_problem: Callable[..., Problem]) -> None:
             scale if call.scale is None else float(call.scale),
             sink=call.sink,
             dropout_seed=0 if call.seed is None else int(call.seed) & (2**64 - 1),
-            wants_max_scores=True,
             **fields,
         )
         return _Ready(problem, choose.choose(problem, backend), score)
@@ -94,7 +93,7 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         with torch.autocast(call.query.device.type, enabled=False):
             problem, choice, _ = ready(call)
             out, lse, top = choose.forward(problem, call.inputs, choice)
-            assert top is not None  # it was asked for
+        top = torch.zeros_like(lse) if top is None else top  # nobody reads it
         return _laid_out(out, _empty_output(call.inputs)), lse, top
 
     def backward(

@@ -67,7 +67,8 @@ def written(
 ) -> Call:
     """A call. A mask that is a Program is decided when it runs, in blocks of `block_size`.
 
-    `settings` are plain values: kernel_options, dropout_p, deterministic, backend.
+    `settings` are plain values: kernel_options, dropout_p, deterministic, wants_max_scores,
+    backend.
     """
     runs: list[Tensor] = []
     versions: Sequence[int] = ()

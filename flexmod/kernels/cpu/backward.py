@@ -22,7 +22,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     """
     work = problem.work_dtype
     inputs = Inputs(*(x.to(work) for x in inputs))
-    if saved.d_lse is None and fused.serves(problem, inputs):
+    fits = saved.d_lse is None and fused.fills_cores(problem)
+    if fits and fused.serves(problem, inputs):
         return fused.backward(problem, inputs, saved)
     key, value = _finite(inputs.key), _finite(inputs.value)
     d_query = torch.zeros(inputs.query.shape, dtype=work, device=problem.device)

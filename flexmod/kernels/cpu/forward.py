@@ -21,10 +21,11 @@ _REACH = 30.0
 
 
 def forward(problem: Problem, inputs: Inputs) -> Result:
+    given = inputs.query
     inputs = Inputs(*(x.to(problem.work_dtype) for x in inputs))
     if not problem.wants_max_scores and fused.serves(problem, inputs):
         return fused.forward(problem, inputs)
-    out = new_output(problem, inputs.query)
+    out = new_output(problem, given)
     shape = (problem.batch, problem.heads, problem.q_len)
     lse = torch.empty(shape, dtype=problem.work_dtype, device=problem.device)
     top = torch.empty_like(lse)

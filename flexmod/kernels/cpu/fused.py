@@ -8,7 +8,7 @@ share of the gradients (FlashAttention-2, Dao 2023).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from flexmod.kernels.cpu import walk
 from flexmod.kernels.cpu.pieces import pieces
 from flexmod.kernels.problem import Gradients, Inputs, Problem, Result, Saved, new_output
 
-_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Not public, as torch has no public attention that tells lse on a CPU: tiles serve without them.
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+_attention: Any = getattr(torch.ops.aten, _NAME, None)
+_attention_backward: Any = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 
 
 class Part(NamedTuple):
@@ -31,34 +33,42 @@ class Part(NamedTuple):
 def serves(problem: Problem, inputs: Inputs) -> bool:
     """Whether torch's kernels can do it, and mean what is meant here.
 
-    A score that is infinite or NaN under a mask would reach its row. So inputs in the working
-    precision are looked at: no score may overflow.
+    `inputs` are in the working precision. They are looked at, as a score that is infinite or NaN
+    would reach its row from under a mask.
     """
-    if problem.score is not None or problem.dropout_p or problem.device.type != "cpu":
+    if problem.score is not None or problem.dropout_p or problem.head_dim != problem.value_dim:
         return False
-    if problem.head_dim != problem.value_dim:
+    if problem.device.type != "cpu" or None in (_attention, _attention_backward):
         return False
     query, key, value = (max(-float(low), float(high)) for low, high in map(torch.aminmax, inputs))
     bound = query * key * problem.head_dim * max(1.0, abs(problem.scale))
     return bound < torch.finfo(problem.work_dtype).max and math.isfinite(value)
 
 
+def fills_cores(problem: Problem) -> bool:
+    """Whether a backward has work for all: one core serves a key/value head of a batch entry."""
+    grid, _ = walk.grid_of(problem)
+    heads = 1 if grid.heads > 1 else problem.kv_heads
+    batches = 1 if grid.batch > 1 else problem.batch
+    return heads * batches >= torch.get_num_threads()
+
+
 def forward(problem: Problem, inputs: Inputs) -> Result:
     """Without max_scores, which the kernels do not tell."""
-    query, key, value = map(_in_rows, inputs)
-    inputs = Inputs(query, key, value)
-    total = Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
+    out = new_output(problem, inputs.query).zero_()
+    total = Part(out, out.new_full(out.shape[:3], -torch.inf))
+    inputs = Inputs(*map(_in_rows, inputs))
     for piece in pieces(problem, inputs):
-        mask = _hidden(problem, piece)
-        out, lse = _attention(*_grouped(piece, inputs), attn_mask=mask, scale=problem.scale)
-        if mask is not None:  # a row that sees nothing: the kernel says 0
-            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        hidden = _hidden(problem, piece)
+        part, lse = _attention(*_grouped(piece, inputs), attn_mask=hidden, scale=problem.scale)
+        if hidden is not None:  # the kernel's lse of a row that sees nothing is 0
+            lse = lse.masked_fill((hidden == -torch.inf).all(-1), -torch.inf)
         here = Part(*(x[piece.queries] for x in total))
-        _merge(here, Part(out.reshape(here.out.shape), lse.reshape(here.lse.shape)))
+        _merge(here, Part(part.reshape(here.out.shape), lse.reshape(here.lse.shape)))
     if problem.sink is not None:  # a key whose value is 0
-        sink = problem.sink.to(query.dtype).view(-1, 1).expand_as(total.lse)
-        _merge(total, Part(query.new_zeros(()).expand_as(query), sink))
-    return Result(new_output(problem, query).copy_(total.out), total.lse, None)
+        sink = problem.sink.to(out.dtype).view(-1, 1).expand_as(total.lse)
+        _merge(total, Part(out.new_zeros(()).expand_as(out), sink))
+    return Result(out.to(problem.dtype), total.lse, None)
 
 
 def _merge(total: Part, part: Part) -> None:
@@ -76,17 +86,16 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     grads = Inputs(*(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs))
     for piece in pieces(problem, inputs):
         query, key, value = _grouped(piece, inputs)
-        rows = [x[piece.queries].reshape(*query.shape[:3], *x.shape[3:]) for x in (out, lse, d_out)]
-        found = _attention_backward(
-            rows[2], query, key, value, *rows[:2], 0.0, False,
+        here = [x[piece.queries] for x in (d_out, out, lse, grads.query)]
+        seed, *whole = (x.reshape(*query.shape[:3], *x.shape[3:]) for x in here[:3])
+        d_query, *others = _attention_backward(
+            seed, query, key, value, *whole, 0.0, False,
             attn_mask=_hidden(problem, piece), scale=problem.scale,
         )  # fmt: skip
-        here = grads.query[piece.queries]
-        here += found[0].reshape(here.shape)
-        for target, part in zip(grads[1:], found[1:], strict=True):
+        here[3] += d_query.reshape(here[3].shape)
+        for target, part in zip(grads[1:], others, strict=True):
             walk.add(target[piece.keys][:, :, piece.span], part)
-    delta = (out * d_out).sum(-1)
-    return Gradients(*grads, delta, {})
+    return Gradients(*grads, (out * d_out).sum(-1), {})
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -96,7 +105,11 @@ def _in_rows(x: Tensor) -> Tensor:
 
 def _grouped(piece: walk.Row, inputs: Inputs) -> Inputs:
     """The tensors of a piece; heads of a group lie one after the other, as rows of one head."""
-    query, key, value = inputs.query[piece.queries], inputs.key[piece.keys], inputs.value[piece.keys]
+    query, key, value = (
+        inputs.query[piece.queries],
+        inputs.key[piece.keys],
+        inputs.value[piece.keys],
+    )
     batch, _, _, dim = query.shape
     query = query.reshape(batch, key.shape[1], -1, dim)
     key, value = (x[:, :, piece.span].expand(batch, -1, -1, -1) for x in (key, value))

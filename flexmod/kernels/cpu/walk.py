@@ -30,12 +30,6 @@ class Keys:
     full: bool
 
     @property
-    def group(self) -> int:
-        """Query heads of it that share a key/value head."""
-        count = self.kv_heads.stop - self.kv_heads.start
-        return (self.heads.stop - self.heads.start) // count
-
-    @property
     def span(self) -> slice:
         return slice(self.start, self.stop)
 
