@@ -68,7 +68,6 @@ class Forward(Portable):
             "DYNAMIC": self.is_dynamic,
             "CONSUMERS": cut.consumers,
             "STAGES": cut.stages,
-            "PLANES": tiles.PLANES,
             "REGISTERS": cut.registers,
         }
 

@@ -13,7 +13,6 @@ from flexmod.kernels.problem import Problem
 
 TILE_KV = 128
 ROWS = 64  # of queries a consumer of the forward
-PLANES = 4  # heads in flight at a time, so that their keys stay in the L2 cache
 
 
 class Forward(NamedTuple):
