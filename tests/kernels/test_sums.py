@@ -31,7 +31,7 @@ DIAGONALS = """
 @triton.jit
 def turn(X, LINE, R: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
     rows, columns = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
-    add_diagonals(LINE, tl.load(X + rows * C + columns), rows, columns, SIGN)
+    add_diagonals(LINE, tl.load(X + rows * C + columns), rows, columns, SIGN, False)
 """
 OVER_KEYS = """
 @triton.jit
