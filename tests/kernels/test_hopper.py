@@ -94,6 +94,13 @@ def test_the_passes_of_a_backward_serve_every_head_once(kv_batch, kv_len):
     assert len(back.passes) == (2 if kv_len > 256 and kv_batch == 2 else 1)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "even"), [((256, 384), True), ((192, 256), False), ((256, 320), False)]
+)
+def test_no_tile_sticks_out_of_even_lengths(lengths, even):
+    assert tiles.is_even(problem_of(*lengths)[0]) is even
+
+
 def is_hopper():
     found = target(CUDA) if torch.cuda.is_available() else ""
     return isinstance(found, Target) and found.arch == "sm_90"
@@ -128,6 +135,8 @@ SHAPES = [  # (batch, kv_batch, heads, kv_heads, q_len, kv_len, head_dim)
     (2, 2, 4, 2, 333, 517, 64),
     (2, 1, 2, 2, 300, 200, 96),
     (1, 1, 8, 4, 3000, 3000, 128),
+    (1, 1, 4, 2, 512, 768, 128),  # no tile sticks out
+    (1, 1, 2, 2, 192, 256, 64),  # half a tile of queries does
 ]
 
 

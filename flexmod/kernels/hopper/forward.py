@@ -62,9 +62,11 @@ class Forward(Portable):
         )  # fmt: skip
 
     def _fields(self, problem: Problem, cut: tiles.Forward) -> dict[str, Any]:
+        looks_at_ends = problem.mask is not None or tuning.gathers(problem)
         return tiles.fields(problem) | {
             "HAS_SINK": problem.sink is not None,
             "HAS_MAXIMA": problem.wants_max_scores,
+            "EVEN": looks_at_ends and tiles.is_even(problem),
             "DYNAMIC": self.is_dynamic,
             "CONSUMERS": cut.consumers,
             "STAGES": cut.stages,

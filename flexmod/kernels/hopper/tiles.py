@@ -88,9 +88,13 @@ def fields(problem: Problem) -> dict[str, Any]:
         "BLOCK_KV": block[1],
         "HAS_SCORE": problem.score is not None,
         "HAS_MAP": problem.mask is not None,
-        # Asked only where it spares something, as it makes another kernel.
-        "EVEN": tuning.gathers(problem) and not (problem.q_len % ROWS or problem.kv_len % TILE_KV),
+        "EVEN": tuning.gathers(problem) and is_even(problem),
     }
+
+
+def is_even(problem: Problem) -> bool:
+    """Whether no tile sticks out of a sequence. To ask it makes another kernel."""
+    return not (problem.q_len % (2 * ROWS) or problem.kv_len % TILE_KV)
 
 
 @cache
