@@ -26,12 +26,12 @@ BATCH, HEADS, Q_LEN, KV_LEN = 2, 2, 20, 39
 LENGTHS = Q_LEN, KV_LEN, KV_LEN
 TILES = Tiles(16, 32, 4, 1)
 
-HEAD = "import triton\nimport triton.language as tl\n\n\n"
+HEAD = "import triton\nimport triton.language as tl\n\nPTX = tl.constexpr(False)\n\n\n"
 DIAGONALS = """
 @triton.jit
 def turn(X, LINE, R: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
     rows, columns = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
-    add_diagonals(LINE, tl.load(X + rows * C + columns), rows, columns, SIGN, False)
+    add_diagonals(LINE, tl.load(X + rows * C + columns), rows, columns, SIGN)
 """
 OVER_KEYS = """
 @triton.jit

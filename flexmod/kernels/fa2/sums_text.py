@@ -101,7 +101,7 @@ def hopper_functions(plan: Plan) -> str:
         )
         if kind == "diagonal":
             lines += _line(n)
-            lines.append(f"add_diagonals(line{n}, value{n}, keys[:, None], rows[None, :], 1, True)")
+            lines.append(f"add_diagonals(line{n}, value{n}, keys[:, None], rows[None, :], 1)")
         else:
             address = f"sum{n} + plane.to(tl.int64) * kv_len + keys"
             added = f"tl.sum(value{n}, 1), mask=keys < kv_len"
@@ -133,7 +133,7 @@ def _add_diagonals(n: int, load: LoadGradient) -> list[str]:
         *_line(n),
         "rows = first_row + tl.arange(0, TILE_Q)[:, None]",
         "keys = first_key + tl.arange(0, TILE_KV)[None, :]",
-        f"add_diagonals(line{n}, value{n}, rows, keys, -1, False)",
+        f"add_diagonals(line{n}, value{n}, rows, keys, -1)",
     ]
 
 
