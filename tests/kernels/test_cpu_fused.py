@@ -57,9 +57,13 @@ CASES = {
     "nothing": Case(masks.nothing_mask, (20, 20)),
     "groups": Case(masks.causal(), heads=(6, 2)),
     "one key head": Case(masks.sliding_window(50), heads=(4, 1)),
+    "groups of one batch": Case(masks.causal(), batches=(1, 1), heads=(6, 2)),
     "shared keys": Case(masks.causal(), batches=(3, 1), heads=(2, 1)),
     "a mask a head": Case(lambda b, h, i, j: i >= j * (1 + h % 2), heads=(4, 2)),
-    "a mask a batch": Case(lambda b, h, i, j: i >= j + 20 * b),
+    "a mask a batch": Case(lambda b, h, i, j: i >= j + 20 * b, heads=(4, 2)),
+    "a mask a head of one batch": Case(
+        lambda b, h, i, j: i >= j * (1 + h % 3), batches=(1, 1), heads=(4, 2)
+    ),
     "scale": Case(masks.causal(), settings={"scale": -0.7}),
     "odd dimension": Case(masks.causal(), dim=7),
 }

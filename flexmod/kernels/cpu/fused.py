@@ -46,11 +46,11 @@ def serves(problem: Problem, inputs: Inputs) -> bool:
 
 
 def fills_cores(problem: Problem) -> bool:
-    """Whether a backward has work for all: one core serves a key/value head of a batch entry."""
+    """Whether a backward has work for all: one core serves a head of a batch entry in `_folded`."""
     grid, _ = walk.grid_of(problem)
-    heads = 1 if grid.heads > 1 else problem.kv_heads
     batches = 1 if grid.batch > 1 else problem.batch
-    return heads * batches >= torch.get_num_threads()
+    heads = problem.heads if batches == 1 else problem.kv_heads
+    return batches * (1 if grid.heads > 1 else heads) >= torch.get_num_threads()
 
 
 def forward(problem: Problem, inputs: Inputs) -> Result:
@@ -60,11 +60,11 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
     inputs = Inputs(*map(_in_rows, inputs))
     for piece in pieces(problem, inputs):
         hidden = _hidden(problem, piece)
-        part, lse = _attention(*_grouped(piece, inputs), attn_mask=hidden, scale=problem.scale)
+        part, lse = _attention(*_operands(piece, inputs), attn_mask=hidden, scale=problem.scale)
         if hidden is not None:  # the kernel's lse of a row that sees nothing is 0
             lse = lse.masked_fill((hidden == -torch.inf).all(-1), -torch.inf)
         here = Part(*(x[piece.queries] for x in total))
-        _merge(here, Part(part.reshape(here.out.shape), lse.reshape(here.lse.shape)))
+        _merge(here, Part(_unfolded(part, here.out.shape), _unfolded(lse, here.lse.shape)))
     if problem.sink is not None:  # a key whose value is 0
         sink = problem.sink.to(out.dtype).view(-1, 1).expand_as(total.lse)
         _merge(total, Part(out.new_zeros(()).expand_as(out), sink))
@@ -85,14 +85,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
     lse = saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf)  # saw nothing: no weights
     grads = Inputs(*(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs))
     for piece in pieces(problem, inputs):
-        query, key, value = _grouped(piece, inputs)
-        here = [x[piece.queries] for x in (d_out, out, lse, grads.query)]
-        seed, *whole = (x.reshape(*query.shape[:3], *x.shape[3:]) for x in here[:3])
+        seed, *whole = (_folded(piece, x[piece.queries]) for x in (d_out, out, lse))
         d_query, *others = _attention_backward(
-            seed, query, key, value, *whole, 0.0, False,
+            seed, *_operands(piece, inputs), *whole, 0.0, False,
             attn_mask=_hidden(problem, piece), scale=problem.scale,
         )  # fmt: skip
-        here[3] += d_query.reshape(here[3].shape)
+        here = grads.query[piece.queries]
+        here += _unfolded(d_query, here.shape)
         for target, part in zip(grads[1:], others, strict=True):
             walk.add(target[piece.keys][:, :, piece.span], part)
     return Gradients(*grads, (out * d_out).sum(-1), {})
@@ -103,24 +102,26 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
-def _grouped(piece: walk.Row, inputs: Inputs) -> Inputs:
-    """The tensors of a piece; heads of a group lie one after the other, as rows of one head."""
-    query, key, value = (
-        inputs.query[piece.queries],
-        inputs.key[piece.keys],
-        inputs.value[piece.keys],
-    )
-    batch, _, _, dim = query.shape
-    query = query.reshape(batch, key.shape[1], -1, dim)
-    key, value = (x[:, :, piece.span].expand(batch, -1, -1, -1) for x in (key, value))
-    return Inputs(query, key, value)
+def _operands(piece: walk.Row, inputs: Inputs) -> Inputs:
+    query = _folded(piece, inputs.query[piece.queries])
+    key, value = (x[piece.keys][:, :, piece.span] for x in inputs[1:])
+    return Inputs(query, *(x.expand(len(query), -1, -1, -1) for x in (key, value)))
+
+
+def _folded(piece: walk.Row, x: Tensor) -> Tensor:
+    """[b, h, rows, ...] with as many heads as keys have. Heads that share keys become rows of one
+    head, or batch entries if there is only one: that takes no copy and more cores."""
+    if piece.is_one_batch:
+        return x[0].unflatten(0, (-1, piece.group)).transpose(0, 1)
+    return x.reshape(len(x), x.shape[1] // piece.group, -1, *x.shape[3:])
+
+
+def _unfolded(x: Tensor, shape: torch.Size) -> Tensor:
+    return (x.transpose(0, 1) if shape[0] == 1 else x).reshape(shape)
 
 
 def _hidden(problem: Problem, piece: walk.Row) -> Tensor | None:
-    """-inf where the mask hides and 0 elsewhere, for the rows of `_grouped`; None: all is visible.
-
-    [b | 1, kv heads | 1, rows, keys]
-    """
+    """-inf where the mask hides and 0 elsewhere, as `_folded`; None: all is visible."""
     found = None
     for keys in piece.steps:
         visible = walk.visible_positions(problem, keys, walk.index_tensors(problem, piece, keys))
@@ -133,9 +134,6 @@ def _hidden(problem: Problem, piece: walk.Row) -> Tensor | None:
         first = keys.start - piece.span.start
         here = found[..., first : first + keys.stop - keys.start]
         here.masked_fill_(~visible, -torch.inf)
-    if found is None or piece.group == 1:
+    if found is None or (found.shape[1] == 1 and (piece.is_one_batch or piece.group == 1)):
         return found
-    batch, heads, rows, count = found.shape
-    kv_heads = max(heads // piece.group, 1)
-    found = found.expand(-1, kv_heads * piece.group, -1, -1)
-    return found.reshape(batch, kv_heads, piece.group * rows, count)
+    return _folded(piece, found.expand(-1, max(found.shape[1], piece.group), -1, -1))

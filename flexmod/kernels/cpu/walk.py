@@ -56,6 +56,10 @@ class Row:
         return self.kv_batches, self.kv_heads
 
     @property
+    def is_one_batch(self) -> bool:
+        return self.batches.stop - self.batches.start == 1
+
+    @property
     def group(self) -> int:
         """Query heads of it that share a key/value head."""
         count = self.kv_heads.stop - self.kv_heads.start
