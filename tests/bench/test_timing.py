@@ -26,12 +26,13 @@ def test_ratios_say_how_many_times_faster_ours_is():
 
 
 def test_slow_candidates_get_fewer_rounds_and_all_are_in_each(monkeypatch):
-    order = []
+    called, order = [], []  # all calls, and those that are timed
     costs = {"slow": 1500.0, "fast": 1.0}
-    calls = {name: (lambda name=name: order.append(name)) for name in costs}
+    calls = {name: (lambda name=name: called.append(name)) for name in costs}
 
     def once(call, device, repeats=1):
         call()
+        order.append(called[-1])
         return costs[order[-1]]
 
     monkeypatch.setattr(timing, "once", once)
@@ -40,6 +41,8 @@ def test_slow_candidates_get_fewer_rounds_and_all_are_in_each(monkeypatch):
     assert found["fast"].median == 1.0 and found["fast"].spread == 0.0
     rounds = order[2:8]
     assert all({a, b} == {"slow", "fast"} for a, b in list(pairwise(rounds))[::2])
+    warm = {name: called.count(name) - order.count(name) for name in costs}
+    assert warm == {"slow": 0, "fast": 9}  # a short one is called untimed before each timing
 
 
 def test_workers_share_all_rows(parse, monkeypatch):
