@@ -15,6 +15,8 @@ import flexmod
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flexmod"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TEMPLATES = sorted((ROOT / "templates").glob("*.jinja"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LONGEST_FILE = 300  # lines
 
 # A part may import parts of lower rank, and itself. Parts of one rank don't import each other.
@@ -124,7 +126,7 @@ def test_every_imported_public_name_is_listed() -> None:
     assert sorted(alias.asname or alias.name for alias in taken) == flexmod.__all__
 
 
-@pytest.mark.parametrize("path", MODULES, ids=named)
+@pytest.mark.parametrize("path", [*MODULES, *TEMPLATES, *TESTS], ids=named)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= LONGEST_FILE, f"{named(path)} has {lines} lines: make two subjects of it"
