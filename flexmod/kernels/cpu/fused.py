@@ -94,7 +94,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
         here += _unfolded(d_query, here.shape)
         for target, part in zip(grads[1:], others, strict=True):
             walk.add(target[piece.keys][:, :, piece.span], part)
-    return Gradients(*grads, (out * d_out).sum(-1), {})
+    return Gradients(*grads, torch.einsum("bhqe,bhqe->bhq", out, d_out), {})
 
 
 def _in_rows(x: Tensor) -> Tensor:
