@@ -57,6 +57,7 @@ class Row:
 
     @property
     def is_one_batch(self) -> bool:
+        """Whether it lies in a single batch entry."""
         return self.batches.stop - self.batches.start == 1
 
     @property
