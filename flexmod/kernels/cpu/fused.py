@@ -62,7 +62,7 @@ def forward(problem: Problem, inputs: Inputs) -> Result:
         hidden = _hidden(problem, piece)
         part, lse = _attention(*_operands(piece, inputs), attn_mask=hidden, scale=problem.scale)
         if hidden is not None:  # the kernel's lse of a row that sees nothing is 0
-            lse = lse.masked_fill((hidden == -torch.inf).all(-1), -torch.inf)
+            lse = lse.masked_fill(hidden.amax(-1) == -torch.inf, -torch.inf)
         here = Part(*(x[piece.queries] for x in total))
         _merge(here, Part(_unfolded(part, here.out.shape), _unfolded(lse, here.lse.shape)))
     if problem.sink is not None:  # a key whose value is 0
