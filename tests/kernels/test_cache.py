@@ -79,10 +79,13 @@ def test_parsed_templates_are_kept_and_rebuilt_when_damaged(fresh, kept):
         return templates.device_functions("tanh(")
 
     first = text()
-    (path,) = fresh.glob("*.jinja")
-    whole = path.read_bytes()
-    path.write_bytes({"all": whole, "start": whole[:40], "garbage": b"j2" + bytes(range(90))}[kept])
-    assert text() == first and path.read_bytes() == whole
+    whole = {path: path.read_bytes() for path in fresh.glob("*.jinja")}
+    assert whole
+    damage = {"all": lambda b: b, "start": lambda b: b[:40], "garbage": lambda _: b"j2" + bytes(90)}
+    for path, content in whole.items():
+        path.write_bytes(damage[kept](content))
+    assert text() == first
+    assert {path: path.read_bytes() for path in fresh.glob("*.jinja")} == whole
     templates._environment.cache_clear()
 
 
@@ -154,7 +157,7 @@ SAME = {
     ],
     "tables of other contents": [{"score": mods.head_bias(torch.randn(2))} for _ in range(3)],
     "tables of other lengths": [
-        {"score": mods.relative_bias(torch.randn(2, n))} for n in (21, 41, 63)
+        {"score": mods.relative_bias(torch.randn(2, n))} for n in (21, 41, 51)
     ],
     "batches": [{"batch": n} for n in (1, 2, 3)],
     "heads": [{"heads": n} for n in (1, 2, 4)],
@@ -175,6 +178,9 @@ OTHER = {
     "dims": [{"dim": n} for n in (16, 32)],
     "structures": [{"score": SHIFT(2.0)}, {"score": lambda s, b, h, q, k: s + 2.0 - q}],
     "with and without a mask": [{}, {"mask": masks.causal()}],
+    "tables that need a clamp and that do not": [
+        {"score": mods.relative_bias(torch.randn(2, n))} for n in (41, 63)
+    ],
     "types of a table": [{"score": lambda s, b, h, q, k: s + FLOATS[h]},
                          {"score": lambda s, b, h, q, k: s + INTEGERS[h]}],
 }  # fmt: skip
