@@ -74,7 +74,7 @@ TABLE = {
     ],
     "lists without a mask are ignored by the eager path": [
         f"{HERE}::test_lists_without_a_mask_are_obeyed",
-        "graphs/test_compile.py::test_torchs_own_map",
+        "graphs/test_compile_maps.py::test_torchs_own_map",
     ],
 }
 
