@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ _TYPES = {
 _ANNOTATIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 _INT32_MAX = 2**31 - 1
 _SUMS = ("input", "number", "load", "add", "sub", "neg")
+_OF_TILE = (ROWS, COLUMNS, "corner")  # more arguments of a mod in a Gluon kernel
+_OF_DIAGONALS = ("b", "h", "corner", "q_idx", "kv_idx")
 _ABSENT = {"score": "score", "mask": "True", "gradient": "(grad,)"}
 
 
@@ -70,7 +73,7 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
     tensors, values = _parameters(program, prefix)
     names = [*tensors, *(name for name, _ in values)]
     if not columns:
-        return Function(_mod(program, style, [], names), tensors, values)
+        return Function(_mod(program, style, names), tensors, values)
     along, program = diagonals.split(program)
     parts = split(program, columns)
     row = "q_idx" if columns == "kv_idx" else "kv_idx"
@@ -81,30 +84,38 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
         *(f"spread({COLUMNS}[{n}], {columns})" for n in of_columns),
     ]
     functions = [rows, across, *(_along(along, style, names) if along else ())]
-    pairs = _mod(parts.pairs, style, given, [ROWS, COLUMNS, "corner", *names])
+    pairs = _mod(parts.pairs, style, names, _OF_TILE, given)
     return Function("\n\n".join([*functions, pairs]), tensors, values)
 
 
 def absent(kind: str, columns: str = "") -> Function:
     """The same functions where there is no mod: of a score as it is, a mask that hides nothing."""
-    own = [*ARGUMENTS[kind], *([ROWS, COLUMNS, "corner"] if columns else [])]
+    own = [*ARGUMENTS[kind], *(_OF_TILE if columns else ())]
     text = _function(f"{kind}_mod", own, [], _ABSENT[kind])
     for part in ("rows", "columns") if columns else ():
         text = _function(f"{kind}_{part}", ["b", "h", "index"], [], "(index,)") + "\n\n" + text
     return Function(text)
 
 
-def _mod(program: Program, style: _Style, flags: list[str], names: list[str]) -> str:
-    """The function itself, with names of parameters beside the mod's own, and flags of loads."""
+def _mod(
+    program: Program,
+    style: _Style,
+    names: list[str],
+    of_tile: Sequence[str] = (),
+    flags: Sequence[str] = (),
+) -> str:
+    """The function itself. Beside the mod's own parameters it has what is known `of_tile`, and
+    `names`; `flags` say whether loads of other functions were in range."""
     body, results, own = _body(program, style)
     if any(line.op == ALONG for line in program.instructions):
-        given = ", ".join(["b", "h", "corner", "q_idx", "kv_idx", *names[3:]])
+        given = ", ".join([*_OF_DIAGONALS, *names])
         body.insert(0, f"{ALONG} = {program.kind}_diagonals({given})")
     result = ", ".join(results)
     result = f"({result},)" if program.kind == "gradient" else result
     if program.kind == "score" and (valid := [*own, *flags]):
         body.append(f"{result} = tl.where({' & '.join(valid)}, {result}, float('nan'))")
-    return _function(f"{program.kind}_mod", [*ARGUMENTS[program.kind], *names], body, result)
+    arguments = [*ARGUMENTS[program.kind], *of_tile, *names]
+    return _function(f"{program.kind}_mod", arguments, body, result)
 
 
 def _part(
@@ -135,14 +146,15 @@ def _along(program: Program, style: _Style, names: list[str]) -> tuple[str, str]
         f"    found = found + ({kind}_diagonal(b, h, {at}{given}),)",
     ]
     whole = "".join(f"along_diagonals(found, {n}, q_idx, kv_idx), " for n in range(len(results)))
-    arguments = ["b", "h", "corner", "q_idx", "kv_idx", *names]
-    tile = _function(f"{kind}_diagonals", arguments, lines, f"({whole})")
-    return block, tile.replace("@triton.jit", "@gluon.jit")
+    arguments = [*_OF_DIAGONALS, *names]
+    return block, _function(f"{kind}_diagonals", arguments, lines, f"({whole})", "gluon")
 
 
-def _function(name: str, parameters: list[str], body: list[str], result: str) -> str:
+def _function(
+    name: str, parameters: list[str], body: list[str], result: str, language: str = "triton"
+) -> str:
     lines = [f"def {name}({', '.join(parameters)}):", *body, f"return {result}"]
-    return "@triton.jit\n" + "\n    ".join(lines) + "\n"
+    return f"@{language}.jit\n" + "\n    ".join(lines) + "\n"
 
 
 def _body(program: Program, style: _Style) -> tuple[list[str], list[str], list[str]]:

@@ -97,6 +97,7 @@ class Backward:
             "HAS_SLOPE": problem.gradient is not None and not problem.gradient.is_identity,
             "HAS_SUMS": not HOPPER.isdisjoint(plan.kinds),
             "HAS_PRODUCTS": "product" in plan.kinds,
+            "EVEN": tuning.gathers(problem) and tiles.is_even(problem),
             "STAGES": cut.stages,
             "HOLDS_KEYS": cut.holds_keys,
             "HOLDS_VALUES": cut.holds_values,

@@ -88,7 +88,6 @@ def fields(problem: Problem) -> dict[str, Any]:
         "BLOCK_KV": block[1],
         "HAS_SCORE": problem.score is not None,
         "HAS_MAP": problem.mask is not None,
-        "EVEN": tuning.gathers(problem) and is_even(problem),
     }
 
 
