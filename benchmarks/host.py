@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import flexmod
 from flexmod import masks, mods
@@ -77,6 +78,7 @@ def calls(device: str, engine: str | None) -> dict[str, Callable[[], Any]]:
         return lambda: torch.autograd.grad(out, wanted, d_out, retain_graph=True)
 
     return {
+        "torch's own, no mod": lambda: scaled_dot_product_attention(query, key, value),
         "forward, no mod": lambda: attend(query, key, value, mask=None),
         "forward, block mask": lambda: attend(query, key, value),
         "forward, traced handle": lambda: attend(query, key, value, score_mod=handle),

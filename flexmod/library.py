@@ -149,7 +149,8 @@ def _is_captured(x: Tensor) -> bool:
 
 def _runs(spans: Tensor, table: Tensor) -> Runs:
     """The runs of a map, with what was worked out of them in earlier runs of a graph."""
-    if spans.is_inference() or table.is_inference():  # no counter tells of changes
+    # Of a graph's own copies nothing may outlive the recording; of inference no counter tells.
+    if _is_captured(spans) or spans.is_inference() or table.is_inference():
         return Runs(spans, table)
     key = (id(spans), spans._version, id(table), table._version)
     # What is kept holds the tensors, so that no others can have their ids.

@@ -30,7 +30,7 @@ class Entries:
     size: int = 0  # of the captured tensor
 
     def simplified(self) -> Entries:
-        """Looks at the entries, so not for every call: on a GPU it has to wait for them."""
+        """Looks at the entries: on a GPU it has to wait for them."""
         if self.flat is None or len(self.flat) != self.size:
             return self
         in_order = torch.equal(self.flat, torch.arange(self.size, device=self.flat.device))
@@ -45,12 +45,14 @@ class Scatter:
 
     def __init__(self, problem: Problem, plan: Plan, buffers: Buffers) -> None:
         self.plan, self.buffers = plan, buffers
+        self.calls = 0
         self.entries: list[Entries | None] = []  # None: read from tensors, which may change
+        self.device = problem.device
         if problem.gradient is None or problem.score is None:
             return
         self.deterministic = problem.deterministic
         self.extents = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
-        self.work_dtype, self.device = problem.work_dtype, problem.device
+        self.work_dtype = problem.work_dtype
         self.tables = {
             load.slot: (c.shape, c.dtype)
             for load in plan.loads
@@ -60,10 +62,11 @@ class Scatter:
         self.program = replace(program, captures=())
         for n, load in enumerate(plan.loads):
             known = not _reads_tensors(program, load)
-            self.entries.append(self._entries(program, n).simplified() if known else None)
+            self.entries.append(self._entries(program, n) if known else None)
 
     def __call__(self, sums: list[Tensor], captures: tuple[Tensor, ...]) -> dict[int, Tensor]:
         """Gradients by slot. `captures`: of score_mod's derivative."""
+        self._look()
         found: dict[int, Tensor] = {}
         for n, (load, value) in enumerate(zip(self.plan.loads, sums, strict=True)):
             part = self._part(n, load, value, captures)
@@ -72,6 +75,13 @@ class Scatter:
             slot: total.view(self.tables[slot][0]).to(self.tables[slot][1])
             for slot, total in found.items()
         }
+
+    def _look(self) -> None:
+        """Simplify entries once: not in a first call, which may be the only one, nor in a graph."""
+        self.calls += 1
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.calls == 2 and not is_captured:
+            self.entries = [entries and entries.simplified() for entries in self.entries]
 
     def _part(
         self, n: int, load: LoadGradient, value: Tensor, captures: tuple[Tensor, ...]
