@@ -121,6 +121,9 @@ class Launch:
         return run
 
 
+_scratches: dict[int, Tensor] = {}  # by device
+
+
 @cache
 def _set_allocator() -> Callable[[Any], None]:
     import triton
@@ -129,8 +132,17 @@ def _set_allocator() -> Callable[[Any], None]:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where descriptors that are made in a kernel are kept; Triton asks for it at each launch."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    """Where descriptors that are made in a kernel are kept; Triton asks for it at each launch.
+
+    The kernels of the default stream follow each other, so they share theirs. Graphs are recorded
+    on other streams, and nothing may outlive that.
+    """
+    found = None if stream else _scratches.get(torch._C._cuda_getDevice())
+    if found is None or found.numel() < size:
+        found = torch.empty(size, dtype=torch.int8, device="cuda")
+        if not stream:
+            _scratches[found.device.index] = found
+    return found
 
 
 def _is_out_of_room(error: Exception) -> bool:

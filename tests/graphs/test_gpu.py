@@ -97,9 +97,10 @@ def test_few_compiles_over_lengths():
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(attention, fullgraph=True, backend=counter)
     slopes = torch.rand(HEADS, device="cuda").requires_grad_()
-    for length in (128, 300, 77, 1024, 513, 64, 200):
+    # Maps of one row of blocks have a graph of their own: torch tells a size of 1 from all others.
+    for length, most in ((128, 1), (300, 2), (1024, 2), (513, 2), (200, 2), (77, 3), (64, 3), (400, 3)):
         leaves = [*inputs(length), slopes]
         out, expected = (f(*leaves, causal_map(length)) for f in (compiled, attention))
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
         out.float().sum().backward()
-    assert counter.frame_count <= 2
+        assert counter.frame_count <= most

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flexmod.blocks import BlockMask
 from flexmod.errors import BackendError
 from flexmod.kernels import captures, tuning
+from flexmod.kernels.blank import blank
 from flexmod.kernels.fa2 import kernel, sums
 from flexmod.kernels.fa2.forward import fitted
 from flexmod.kernels.fa2.scatter import Scatter
@@ -50,9 +50,9 @@ class Backward:
     def __init__(
         self, problem: Problem, inputs: Inputs, saved: Saved, plan: sums.Plan, found: tuning.Target
     ) -> None:
-        self.device, self.work_dtype = problem.device, problem.work_dtype
-        self.written = kernel.written_dtype(problem.dtype, found)
-        self.shapes = [x.shape for x in inputs]
+        written = kernel.written_dtype(problem.dtype, found)
+        shapes = [*((x.shape, written) for x in inputs), (saved.lse.shape, problem.work_dtype)]
+        self.new = [blank(shape, dtype, problem.device) for shape, dtype in shapes]
         self.has_d_lse = saved.d_lse is not None
         self.slots = problem.gradient.slots if problem.gradient else ()
         self._plan, self._found = plan, found
@@ -110,11 +110,7 @@ class Backward:
 
     def empty(self) -> Gradients:
         """Of query, key, value, and delta; not filled yet."""
-        batch, heads, q_len, _ = self.shapes[0]
-        query, key, value = (
-            torch.empty(s, dtype=self.written, device=self.device) for s in self.shapes
-        )
-        delta = torch.empty((batch, heads, q_len), dtype=self.work_dtype, device=self.device)
+        query, key, value, delta = (new() for new in self.new)
         return Gradients(query, key, value, delta, {})
 
     def tensors(

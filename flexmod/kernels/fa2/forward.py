@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from flexmod.errors import BackendError
 from flexmod.kernels import tuning
+from flexmod.kernels.blank import blank
 from flexmod.kernels.fa2 import kernel
 from flexmod.kernels.fa2.target import target
 from flexmod.kernels.launch import Launch
@@ -49,8 +49,7 @@ class Forward:
         ready = Inputs(*map(kernel.dense, inputs))
         out = kernel.dense(new_output(problem, ready.query))
         self.out_shape, self.out_strides = out.shape, out.stride()
-        self.lse_shape = out.shape[:3]
-        self.sample = torch.empty(0, dtype=problem.work_dtype, device=problem.device)
+        self.new_lse = blank(out.shape[:3], problem.work_dtype, problem.device)
         self.launch = self._launch(problem, ready, out, tiles, found)
 
     def _plan(self, problem: Problem, found: tuning.Target) -> tuple[Problem, tuning.Tiles]:
@@ -95,8 +94,7 @@ class Forward:
             out = query.new_empty_strided(self.out_shape, self.out_strides)
         else:
             out = query.new_empty_strided(self.out_shape, self.out_strides, dtype=self.written)
-        lse = self.sample.new_empty(self.lse_shape)
-        return Result(out, lse, torch.empty_like(lse) if self.wants_max_scores else None)
+        return Result(out, self.new_lse(), self.new_lse() if self.wants_max_scores else None)
 
     def tensors(self, given: Operands, result: Result) -> list[Tensor]:
         """What the kernel reads and writes, in the order of its signature."""

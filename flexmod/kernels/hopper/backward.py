@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmod.kernels import fa2, tuning
+from flexmod.kernels.blank import blank
 from flexmod.kernels.fa2 import kernel, products, sums
 from flexmod.kernels.fa2.backward import Backward as Portable
 from flexmod.kernels.fa2.scatter import Scatter
@@ -75,8 +76,9 @@ class Backward:
     def __init__(
         self, problem: Problem, inputs: Inputs, saved: Saved, found: tuning.Target
     ) -> None:
-        self.device, self.dtype = problem.device, problem.dtype
-        self.shapes = [x.shape for x in inputs]
+        self.device = problem.device
+        shapes = [*((x.shape, problem.dtype) for x in inputs), (saved.lse.shape, torch.float32)]
+        self.new = [blank(shape, dtype, self.device) for shape, dtype in shapes]
         self.has_d_lse = saved.d_lse is not None
         problem = with_score(problem)
         self.slots = problem.gradient.slots if problem.gradient else ()
@@ -112,7 +114,9 @@ class Backward:
         if kv_batch == problem.batch:
             step = min(kv_planes, -(-_TILES_A_PASS // rows))
         members = problem.group * (problem.batch // kv_batch)
-        self.sums = step * members * problem.q_len * problem.head_dim
+        size = step * members * problem.q_len * problem.head_dim
+        self.new_totals = blank([size], torch.float32, self.device)
+        self.new_counter = blank([1], torch.int32, self.device)
         made = []
         for first in range(0, kv_planes, step):
             count = min(step, kv_planes - first)
@@ -183,10 +187,7 @@ class Backward:
 
     def empty(self) -> Gradients:
         """Of query, key, value, and delta; not filled yet."""
-        query, key, value = (
-            torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes
-        )
-        delta = torch.empty(self.shapes[0][:3], dtype=torch.float32, device=self.device)
+        query, key, value, delta = (new() for new in self.new)
         return Gradients(query, key, value, delta, {})
 
     def tensors(
@@ -194,8 +195,7 @@ class Backward:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """What the three kernels read and write, in the order of their signatures."""
         query, key, value, delta, _ = gradients
-        totals = torch.empty(self.sums, dtype=torch.float32, device=self.device)
-        counter = torch.empty(1, dtype=torch.int32, device=self.device)
+        totals, counter = self.new_totals(), self.new_counter()
         out, d_out, lse = copyable(saved.out), copyable(saved.d_out), saved.lse.contiguous()
         d_lse = lse if saved.d_lse is None else saved.d_lse.contiguous()  # lse: not read
         spans = runs = lse  # not read

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 # Triton 3.9 keeps the older names, but they only raise.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_tile = gl.shared_memory_descriptor
+seen_as = getattr(_tile, "reinterpret", None) or _tile._reinterpret  # tile, dtype, shape, layout
 synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
