@@ -7,14 +7,14 @@ it needs, and graphs with equal text do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod import autograd, operands
+from flexmod import autograd, memo, operands
 from flexmod.blocks import BlockMask
 from flexmod.blocks.freshness import STALE, is_fresh
 from flexmod.blocks.memory import map_of
@@ -22,9 +22,10 @@ from flexmod.blocks.runs import Runs
 from flexmod.bounded import Bounded
 from flexmod.errors import BlockMaskError
 from flexmod.kernels import choose
-from flexmod.kernels.problem import Inputs, Problem, Result, stride_order
+from flexmod.kernels.prepared import Prepared
+from flexmod.kernels.problem import Inputs, Operands, Problem, Result, stride_order
 from flexmod.operands import Call
-from flexmod.program import Program, text
+from flexmod.program import text
 from flexmod.program.transforms import has_tangent, is_recorded, is_wrapped
 
 _ARGUMENTS = (
@@ -59,40 +60,47 @@ def attend(*arguments: Any, **settings: Any) -> Result:
     return Result(*getattr(torch.ops.flexmod.attention, call.form)(*call))
 
 
-class _Ready(NamedTuple):
-    problem: Problem
-    choice: choose.Choice
-    score: Program | None  # not specialized
-
-
 def implement(make_problem: Callable[..., Problem]) -> None:
     """Register what the two operations do."""
 
-    def ready(call: Call, learned: Sequence[int] = (), is_backward: bool = False) -> _Ready:
-        score, masked, settings = operands.read(
-            call.spec, len(call.captures), len(call.mask_captures)
-        )
-        fields = dict(settings)
-        block_size, backend = tuple(fields.pop("block_size")), fields.pop("backend")
-        scale = fields.pop("scale")
+    def make(call: Call, mask: BlockMask | None, learned: Sequence[int] | None) -> Prepared:
+        """What runs the call: its forward, or its backward with gradients for these captures."""
+        score, _, settings = operands.read(call.spec, len(call.captures), len(call.mask_captures))
+        fields = {k: v for k, v in settings.items() if k not in ("block_size", "backend", "scale")}
         if score is not None:
-            score = text.with_captures(score, call.captures, learned)
-        problem = make_problem(
-            call.inputs,
-            score,
-            None if masked is None else _mask(call, masked, block_size, is_backward),
-            scale if call.scale is None else float(call.scale),
-            sink=call.sink,
-            dropout_seed=0 if call.seed is None else int(call.seed) & (2**64 - 1),
-            **fields,
-        )
-        return _Ready(problem, choose.choose(problem, backend), score)
+            score = text.with_captures(score, call.captures, learned or ())
+        problem = make_problem(call.inputs, score, mask, _scale(call, settings),
+                               sink=call.sink, dropout_seed=_seed(call), **fields)  # fmt: skip
+        choice = choose.choose(problem, settings["backend"])
+        if learned is not None:
+            held = text.held(call.captures, learned)
+            slots = frozenset(held.index(slot) for slot in learned)
+            problem = autograd.with_gradient(problem, score, slots)
+            if choice.name == "reference":  # its backward is torch's autograd, not to be had here
+                choice = choose.Choice("cpu", True)
+        return Prepared(problem, call.inputs, choice, learned is not None)
+
+    def ready(call: Call, learned: Sequence[int] | None = None) -> tuple[Prepared, Operands]:
+        """What runs the call, made at the first one of its shape, and what it runs on."""
+        mask = _mask(call, learned is not None)
+        held = text.held(call.captures, learned or ())
+        captures = tuple(call.captures[slot].detach() for slot in held)
+        given = Operands(*call.inputs, call.sink, captures, mask, _seed(call))
+        if _is_on_side(call.query):  # of what a recording makes nothing may outlive it
+            return make(call, mask, learned), given
+        key = _shape(call, mask, learned)
+        found = memo.operations.get(key)
+        if found is None:
+            found = make(call, mask, learned)
+            if found.is_lasting:
+                memo.operations.keep(key, found)
+        return found, given
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         call = Call(*arguments)
         with torch.autocast(call.query.device.type, enabled=False):
-            problem, choice, _ = ready(call)
-            out, lse, top = choose.forward(problem, call.inputs, choice)
+            prepared, given = ready(call)
+            out, lse, top = prepared.forward(given)
         top = torch.zeros_like(lse) if top is None else top  # nobody reads it
         return _laid_out(out, _empty_output(call.inputs)), lse, top
 
@@ -107,14 +115,8 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         tensors = [*call.fixed, *(call.captures[slot] for slot in held)]
         wanted = [*needed[:fixed], *(slot in learned for slot in held)]
         with torch.autocast(out.device.type, enabled=False):
-            problem, choice, score = ready(call, learned, is_backward=True)
-            slots = frozenset(held.index(slot) for slot in learned)
-            problem = autograd.with_gradient(problem, score, slots)
-            inputs = Inputs(*tensors[:3])
-            if choice.name == "reference":  # its backward is torch's autograd, not to be had here
-                choice = choose.Choice("cpu", True)
-            run = partial(choose.backward, problem, inputs, choice=choice)
-            given = problem.operands(inputs)
+            prepared, given = ready(call, learned)
+            run = partial(prepared.backward, given)
             found = autograd.gradients(run, given, out, lse, d_out, d_lse)
         return [
             torch.zeros_like(x) if g is None else _laid_out(g, torch.empty_like(x))
@@ -127,9 +129,32 @@ def implement(make_problem: Callable[..., Problem]) -> None:
         _library.impl(f"attention_backward{form}", backward, "CompositeExplicitAutograd")
 
 
-def _mask(
-    call: Call, program: Program, block_size: tuple[int, int], is_backward: bool
-) -> BlockMask:
+def _scale(call: Call, settings: dict[str, Any]) -> float:
+    return settings["scale"] if call.scale is None else float(call.scale)
+
+
+def _seed(call: Call) -> int:
+    return 0 if call.seed is None else int(call.seed) & (2**64 - 1)
+
+
+def _shape(call: Call, mask: BlockMask | None, learned: Sequence[int] | None) -> Hashable:
+    """All that may decide how a call runs, and nothing else: see `flexmod.memo`."""
+    tensors = (*call.fixed, *call.captures, *call.mask_captures)
+    held = text.held(call.captures, learned or ())
+    numbers = [x.item() for slot, x in enumerate(call.captures) if slot not in held]
+    return (
+        call.spec, None if learned is None else tuple(learned), mask and mask.layout,
+        None if call.scale is None else float(call.scale),
+        *(memo.layout(x) for x in tensors), *(x.is_neg() for x in tensors),
+        *(x.data_ptr() % 16 for x in call.inputs), *map(repr, numbers),
+    )  # fmt: skip
+
+
+def _mask(call: Call, is_backward: bool) -> BlockMask | None:
+    _, program, settings = operands.read(call.spec, len(call.captures), len(call.mask_captures))
+    if program is None:
+        return None
+    block_size = tuple(settings["block_size"])
     program = text.with_captures(program, call.mask_captures)
     batch, heads, q_len, _ = call.query.shape
     shape = (batch, heads, q_len, call.key.shape[2])
@@ -140,6 +165,11 @@ def _mask(
     if are_themselves and not is_fresh(tuple(call.versions), call.mask_captures):
         raise BlockMaskError(STALE.format(program.name))
     return BlockMask(shape, block_size, program, _runs(*call.runs))
+
+
+def _is_on_side(x: Tensor) -> bool:
+    """Whether the stream is one that a CUDA graph may be recorded on."""
+    return x.is_cuda and bool(torch.cuda.current_stream(x.device).cuda_stream)
 
 
 def _is_captured(x: Tensor) -> bool:

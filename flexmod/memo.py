@@ -37,10 +37,12 @@ _TENSORS = (Tensor, Parameter)
 
 Calls = Bounded[Hashable, Prepared]
 _known: Bounded[Hashable, Calls] = Bounded(1024)  # by arguments that were found right; by programs
+operations: Calls = Bounded(1024)  # calls as one operation of torch, by keys of `flexmod.library`
 
 
 def forget() -> None:
     _known.clear()
+    operations.clear()
 
 
 def known(key: Hashable | None) -> Calls | None:
@@ -84,7 +86,7 @@ def arguments_key(
             key.shape, key.stride(), key.dtype, key.device, key.requires_grad, key.data_ptr() % 16,
             value.shape, value.stride(), value.dtype, value.device, value.requires_grad,
             value.data_ptr() % 16,
-            None if sink is None else _tensor(sink),
+            None if sink is None else layout(sink),
             repr(scale) if scale == 0 else scale,  # 0.0 is not -0.0
             dropout_p,
             None if options is None else repr(options),
@@ -108,9 +110,10 @@ def programs_key(score: Program | None, mask: BlockMask | None) -> Hashable | No
     for x in captures:
         if type(x) not in _TENSORS or x.is_neg():
             return None
-        found += _tensor(x)
+        found += layout(x)
     return tuple(found)
 
 
-def _tensor(x: Tensor) -> tuple[Hashable, ...]:
+def layout(x: Tensor) -> tuple[Hashable, ...]:
+    """What of a tensor is part of a key."""
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad

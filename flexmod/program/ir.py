@@ -77,7 +77,7 @@ class Program:
         """The same program of other tensors of the same dtypes and ranks."""
         found: Program = object.__new__(Program)
         # With what is worked out of the structure, which stays the same.
-        found.__dict__.update(self.__dict__, identity=self.identity, key=self.key)
+        found.__dict__.update(self.__dict__, identity=self.identity, key=self.key, reads=self.reads)
         found.__dict__["captures"] = captures
         return found
 

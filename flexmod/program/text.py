@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,6 +70,9 @@ def with_captures(
 ) -> Program:
     """The program on these tensors; 0-dim ones on the CPU become numbers, but for `learned`."""
     moved = {old: new for new, old in enumerate(held(captures, learned))}
+    if len(moved) == len(captures):
+        kinds = tuple((x.dtype, x.ndim) for x in captures)
+        return _of_kinds(program, kinds).with_captures(tuple(x.detach() for x in captures))
     lines, numbers = list(program.instructions), list(program.numbers)
     for position, line in enumerate(lines):
         if line.op != "load":
@@ -85,6 +89,13 @@ def with_captures(
         numbers=tuple(numbers),
         captures=tuple(captures[slot].detach() for slot in moved),
     )
+
+
+@lru_cache(maxsize=512)
+def _of_kinds(program: Program, kinds: tuple[tuple[torch.dtype, int], ...]) -> Program:
+    """The program on empty tensors of these dtypes and ranks: its structure is worked out once."""
+    empty = tuple(torch.empty([0] * ndim, dtype=dtype) for dtype, ndim in kinds)
+    return replace(program, captures=empty)
 
 
 def _holds(line: Instruction, numbers: int, captures: int) -> bool:
