@@ -63,38 +63,7 @@ def attend(*arguments: Any, **settings: Any) -> Result:
 def implement(make_problem: Callable[..., Problem]) -> None:
     """Register what the two operations do."""
 
-    def make(call: Call, mask: BlockMask | None, learned: Sequence[int] | None) -> Prepared:
-        """What runs the call: its forward, or its backward with gradients for these captures."""
-        score, _, settings = operands.read(call.spec, len(call.captures), len(call.mask_captures))
-        fields = {k: v for k, v in settings.items() if k not in ("block_size", "backend", "scale")}
-        if score is not None:
-            score = text.with_captures(score, call.captures, learned or ())
-        problem = make_problem(call.inputs, score, mask, _scale(call, settings),
-                               sink=call.sink, dropout_seed=_seed(call), **fields)  # fmt: skip
-        choice = choose.choose(problem, settings["backend"])
-        if learned is not None:
-            held = text.held(call.captures, learned)
-            slots = frozenset(held.index(slot) for slot in learned)
-            problem = autograd.with_gradient(problem, score, slots)
-            if choice.name == "reference":  # its backward is torch's autograd, not to be had here
-                choice = choose.Choice("cpu", True)
-        return Prepared(problem, call.inputs, choice, learned is not None)
-
-    def ready(call: Call, learned: Sequence[int] | None = None) -> tuple[Prepared, Operands]:
-        """What runs the call, made at the first one of its shape, and what it runs on."""
-        mask = _mask(call, learned is not None)
-        held = text.held(call.captures, learned or ())
-        captures = tuple(call.captures[slot].detach() for slot in held)
-        given = Operands(*call.inputs, call.sink, captures, mask, _seed(call))
-        if _is_on_side(call.query):  # of what a recording makes nothing may outlive it
-            return make(call, mask, learned), given
-        key = _shape(call, mask, learned)
-        found = memo.operations.get(key)
-        if found is None:
-            found = make(call, mask, learned)
-            if found.is_lasting:
-                memo.operations.keep(key, found)
-        return found, given
+    ready = partial(_ready, make_problem)
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         call = Call(*arguments)
@@ -127,6 +96,48 @@ def implement(make_problem: Callable[..., Problem]) -> None:
     for form in _FORMS:
         _library.impl(f"attention{form}", forward, "CompositeExplicitAutograd")
         _library.impl(f"attention_backward{form}", backward, "CompositeExplicitAutograd")
+
+
+def _make(
+    make_problem: Callable[..., Problem],
+    call: Call,
+    mask: BlockMask | None,
+    learned: Sequence[int] | None,
+) -> Prepared:
+    """What runs the call: its forward, or its backward with gradients for these captures."""
+    score, _, settings = operands.read(call.spec, len(call.captures), len(call.mask_captures))
+    fields = {k: v for k, v in settings.items() if k not in ("block_size", "backend", "scale")}
+    if score is not None:
+        score = text.with_captures(score, call.captures, learned or ())
+    problem = make_problem(call.inputs, score, mask, _scale(call, settings),
+                           sink=call.sink, dropout_seed=_seed(call), **fields)  # fmt: skip
+    choice = choose.choose(problem, settings["backend"])
+    if learned is not None:
+        held = text.held(call.captures, learned)
+        slots = frozenset(held.index(slot) for slot in learned)
+        problem = autograd.with_gradient(problem, score, slots)
+        if choice.name == "reference":  # its backward is torch's autograd, not to be had here
+            choice = choose.Choice("cpu", True)
+    return Prepared(problem, call.inputs, choice, learned is not None)
+
+
+def _ready(
+    make_problem: Callable[..., Problem], call: Call, learned: Sequence[int] | None = None
+) -> tuple[Prepared, Operands]:
+    """What runs the call, made at the first one of its shape, and what it runs on."""
+    mask = _mask(call, learned is not None)
+    held = text.held(call.captures, learned or ())
+    captures = tuple(call.captures[slot].detach() for slot in held)
+    given = Operands(*call.inputs, call.sink, captures, mask, _seed(call))
+    if _is_on_side(call.query):  # of what a recording makes nothing may outlive it
+        return _make(make_problem, call, mask, learned), given
+    key = _shape(call, mask, learned)
+    found = memo.operations.get(key)
+    if found is None:
+        found = _make(make_problem, call, mask, learned)
+        if found.is_lasting:
+            memo.operations.keep(key, found)
+    return found, given
 
 
 def _scale(call: Call, settings: dict[str, Any]) -> float:
