@@ -131,7 +131,7 @@ def _ready(
     given = Operands(*call.inputs, call.sink, captures, mask, _seed(call))
     if _is_on_side(call.query):  # of what a recording makes nothing may outlive it
         return _make(make_problem, call, mask, learned), given
-    key = _shape(call, mask, learned)
+    key = _shape(call, mask, learned, held)
     found = memo.operations.get(key)
     if found is None:
         found = _make(make_problem, call, mask, learned)
@@ -148,10 +148,11 @@ def _seed(call: Call) -> int:
     return 0 if call.seed is None else int(call.seed) & (2**64 - 1)
 
 
-def _shape(call: Call, mask: BlockMask | None, learned: Sequence[int] | None) -> Hashable:
+def _shape(
+    call: Call, mask: BlockMask | None, learned: Sequence[int] | None, held: list[int]
+) -> Hashable:
     """All that may decide how a call runs, and nothing else: see `flexmod.memo`."""
     tensors = (*call.fixed, *call.captures, *call.mask_captures)
-    held = text.held(call.captures, learned or ())
     numbers = [x.item() for slot, x in enumerate(call.captures) if slot not in held]
     return (
         call.spec, None if learned is None else tuple(learned), mask and mask.layout,

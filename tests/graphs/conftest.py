@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Grads = Sequence[torch.Tensor]
@@ -16,6 +17,24 @@ Grads = Sequence[torch.Tensor]
 def qkv() -> list[torch.Tensor]:
     """query, key and value that learn: 2 heads of 24 tokens."""
     return [torch.randn(1, 2, 24, 8).requires_grad_() for _ in range(3)]
+
+
+class Watch(TorchDispatchMode):
+    """Calls under it are operations, and it lists them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watching() -> type[Watch]:
+    """`with watching() as watch:`, then `watch.calls`."""
+    return Watch
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import tempfile
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -34,24 +33,14 @@ def forwards(monkeypatch):
     return seen
 
 
-class Watch(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_sees_one_operation_each_way(qkv):
-    with Watch() as watch:
+def test_a_dispatch_mode_sees_one_operation_each_way(qkv, watching):
+    with watching() as watch:
         flexmod.flex_attention(*qkv, mods.softcap(3.0), masks.causal()).sum().backward()
     seen = [func.overloadpacket for func, _ in watch.calls if func.namespace == "flexmod"]
     assert seen == [torch.ops.flexmod.attention, torch.ops.flexmod.attention_backward]
 
 
-def test_cuda_graphs_hold_what_does_not_read_values_on_the_host(qkv):
+def test_cuda_graphs_hold_what_does_not_read_values_on_the_host(qkv, watching):
     """A map that was made before, or no mask; not a mask to be decided, nor numbers in tensors."""
     made = flexmod.create_block_mask(masks.causal(), None, None, LENGTH, LENGTH)
     number = torch.tensor(2.0)
@@ -63,7 +52,7 @@ def test_cuda_graphs_hold_what_does_not_read_values_on_the_host(qkv):
         "dropout": {"dropout_p": 0.5},
         "a number": {"score_mod": lambda s, b, h, i, j: s * number},
     }.items():
-        with Watch() as watch:
+        with watching() as watch:
             flexmod.flex_attention(*qkv, **arguments).sum().backward()
         ops = [func for func, _ in watch.calls if func.namespace == "flexmod"]
         forms[name] = [torch.Tag.cudagraph_unsafe in op.tags for op in ops]
@@ -73,10 +62,10 @@ def test_cuda_graphs_hold_what_does_not_read_values_on_the_host(qkv):
     }  # fmt: skip
 
 
-def test_a_cuda_graph_may_read_copies_of_what_a_mask_captures(qkv, monkeypatch):
+def test_a_cuda_graph_may_read_copies_of_what_a_mask_captures(qkv, monkeypatch, watching):
     ids = torch.zeros(LENGTH, dtype=torch.long)
     block_mask = flexmod.create_block_mask(masks.document(ids), None, None, LENGTH, LENGTH)
-    with Watch() as watch:
+    with watching() as watch:
         expected = flexmod.flex_attention(*qkv, block_mask=block_mask)
         expected.sum().backward()
     (forward, arguments), (backward, given) = (
@@ -92,10 +81,10 @@ def test_a_cuda_graph_may_read_copies_of_what_a_mask_captures(qkv, monkeypatch):
         assert torch.equal(forward(*other(arguments, 5))[0], expected)
 
 
-def test_torchs_own_checks_of_an_operation(qkv):
+def test_torchs_own_checks_of_an_operation(qkv, watching):
     slopes, sink = torch.rand(HEADS), torch.rand(HEADS)
     block_mask = flexmod.create_block_mask(masks.causal(), None, None, LENGTH, LENGTH)
-    with Watch() as watch:
+    with watching() as watch:
         flexmod.flex_attention(
             *(x.detach() for x in qkv), mods.alibi(slopes), block_mask, sink=sink, dropout_p=0.2
         )

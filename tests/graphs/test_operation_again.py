@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmod
 from flexmod import library, masks, memo
@@ -16,13 +15,6 @@ pytest.importorskip("triton")
 
 LENGTH = 24
 CAUSAL = flexmod.create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device="cpu")
-
-
-class Watch(TorchDispatchMode):
-    """Calls under it are operations."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -77,7 +69,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_again(name, made):
+def test_again(name, made, watching):
     calls, count = SEQUENCES[name]
     for seed, (make, captured, mask, options) in enumerate(calls):
         torch.manual_seed(seed)
@@ -85,7 +77,7 @@ def test_again(name, made):
         wanted = [*leaves, *([captured] if captured.requires_grad else [])]
 
         given = (*leaves, make(captured), mask)
-        with Watch():
+        with watching():
             found = results(given, wanted, backend="fa2", **options)
         exact = results(given, wanted, backend="cpu", **options)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
