@@ -22,8 +22,8 @@ from flexmod.program.gradient import differentiate
 
 _WARPS, _REGISTERS, _MOST = 8, 24, 168  # of a thread in the producer, and at the start
 _ROWS = 64  # of queries, of the kernels before and after
-_OF_BEFORE = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE")
-_OF_AFTER = ("HEAD_DIM", "PADDED_DIM", "HAS_PRODUCTS")
+_OF_BEFORE = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE", "TILE_Q")
+_OF_AFTER = ("HEAD_DIM", "PADDED_DIM", "TILE_Q", "HAS_PRODUCTS")
 _TILES_A_PASS = 2048  # of keys: enough to fill the device, few enough to bound the sums' memory
 
 
@@ -114,7 +114,9 @@ class Backward:
         if kv_batch == problem.batch:
             step = min(kv_planes, -(-_TILES_A_PASS // rows))
         members = problem.group * (problem.batch // kv_batch)
-        size = step * members * problem.q_len * problem.head_dim
+        tile = self._size.q
+        length = -(-problem.q_len // tile) * tile
+        size = step * members * length * self.fields["PADDED_DIM"]
         self.new_totals = blank([size], torch.float32, self.device)
         self.new_counter = blank([1], torch.int32, self.device)
         made = []
