@@ -38,6 +38,7 @@ LIMITS = [
     ({"q_len": 1}, "queries"),
     ({"kv_len": 1 << 29}, "queries"),
     ({"dropout_p": 0.1}, "dropout"),
+    ({"scale": 0.0}, "scale"),
     ({"scale": -1.0}, "scale"),
     ({"scale": float("nan")}, "scale"),
 ]
