@@ -160,6 +160,7 @@ VARIANTS = {
     "one dim": Variant(head_dim=1, value_dim=1),
     "a scale": Variant(scale=0.77, score=lambda q, kv: mods.softcap(4.0)),
     "a scale of 0": Variant(scale=0.0, mask=lambda q, kv: masks.causal()),
+    "a scale that is 0 in float32": Variant(scale=1e-46, mask=lambda q, kv: masks.causal()),
     "a negative scale": Variant(scale=-0.4, mask=lambda q, kv: masks.causal()),
     "a small scale": Variant(scale=0.03, mask=lambda q, kv: masks.sliding_window(9)),
 }

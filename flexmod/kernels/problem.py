@@ -104,6 +104,15 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
+    def scales_first(self) -> bool:
+        """Whether scores are scaled before they are compared.
+
+        Else the largest product is the largest score, and the scale can wait for the exponent: not
+        with one below 0, nor with one that is 0 to a kernel, as minus infinity times 0 is NaN.
+        """
+        return self.score is not None or not self.scale >= torch.finfo(torch.float32).tiny
+
+    @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads // max(self.kv_heads, 1)

@@ -39,6 +39,7 @@ LIMITS = [
     ({"kv_len": 1 << 29}, "queries"),
     ({"dropout_p": 0.1}, "dropout"),
     ({"scale": 0.0}, "scale"),
+    ({"scale": 1e-46}, "scale"),
     ({"scale": -1.0}, "scale"),
     ({"scale": float("nan")}, "scale"),
 ]

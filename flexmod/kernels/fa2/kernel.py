@@ -45,8 +45,7 @@ def fields(
         "BLOCK_Q": block[0],
         "BLOCK_KV": block[1],
         "HAS_SCORE": problem.score is not None,
-        # Else the largest product is the largest score, and the scale can wait for the exponent.
-        "SCALES_FIRST": problem.score is not None or not problem.scale > 0,
+        "SCALES_FIRST": problem.scales_first,
         "GATHERS": tuning.gathers(problem),
         "HAS_MAP": problem.mask is not None,
         "HAS_DROPOUT": problem.dropout_p > 0,

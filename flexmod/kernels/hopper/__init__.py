@@ -59,7 +59,7 @@ def limits(problem: Problem) -> str | None:
         return f"it serves fewer than {_LONGEST:,} queries and keys, not {longest:,}"
     if problem.dropout_p:
         return "it has no dropout"
-    if problem.score is None and not problem.scale > 0:
+    if problem.score is None and problem.scales_first:
         return "without a score_mod it needs a scale above 0"
     if tuning.effort(problem) > _LONGEST_MOD:
         return "a mod is too long for the registers of a warpgroup"
