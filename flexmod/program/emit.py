@@ -12,6 +12,7 @@ from flexmod.program.dependence import ALONG
 from flexmod.program.ir import ARGUMENTS, Instruction, Load, Program, interpret
 from flexmod.program.ops import TABLE
 from flexmod.program.parts import COLUMNS, ROWS, split
+from flexmod.program.scale import SCALE, of_products
 
 _TYPES = {
     torch.bool: "tl.int1",
@@ -26,7 +27,8 @@ _TYPES = {
 _ANNOTATIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 _INT32_MAX = 2**31 - 1
 _SUMS = ("input", "number", "load", "add", "sub", "neg")
-_OF_TILE = (ROWS, COLUMNS, "corner")  # more arguments of a mod in a Gluon kernel
+_OF_TILE = (ROWS, COLUMNS, "corner")  # more arguments of a mod in a Gluon kernel,
+_OF_SCORES = (*_OF_TILE, SCALE)  # and of one that is given products
 _OF_DIAGONALS = ("b", "h", "corner", "q_idx", "kv_idx")
 _ABSENT = {"score": "score", "mask": "True", "gradient": "(grad,)"}
 
@@ -65,7 +67,8 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
         fast: use the cheaper spelling of an operation where its row has one.
         columns: for a Gluon kernel, the index along the columns of its tiles. There are two more
             functions then, KIND_rows and KIND_columns: their results are arguments of KIND_mod, as
-            is the corner of the tile (see `diagonals`).
+            is the corner of the tile (see `diagonals`). A score is given as a product, and
+            its scale beside it (see `scale`).
     """
     # In Gluon a number cannot be made without a layout, only cast.
     scalar = "tl.cast({}, {})" if columns else "tl.full((), {}, {})"
@@ -74,7 +77,7 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
     names = [*tensors, *(name for name, _ in values)]
     if not columns:
         return Function(_mod(program, style, names), tensors, values)
-    along, program = diagonals.split(program)
+    along, program = diagonals.split(of_products(program))
     parts = split(program, columns)
     row = "q_idx" if columns == "kv_idx" else "kv_idx"
     rows, of_rows = _part(parts.rows, style, "rows", row, names)
@@ -84,17 +87,21 @@ def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -
         *(f"spread({COLUMNS}[{n}], {columns})" for n in of_columns),
     ]
     functions = [rows, across, *(_along(along, style, names) if along else ())]
-    pairs = _mod(parts.pairs, style, names, _OF_TILE, given)
+    pairs = _mod(parts.pairs, style, names, _of_tile(program.kind), given)
     return Function("\n\n".join([*functions, pairs]), tensors, values)
 
 
 def absent(kind: str, columns: str = "") -> Function:
     """The same functions where there is no mod: of a score as it is, a mask that hides nothing."""
-    own = [*ARGUMENTS[kind], *(_OF_TILE if columns else ())]
+    own = [*ARGUMENTS[kind], *(_of_tile(kind) if columns else ())]
     text = _function(f"{kind}_mod", own, [], _ABSENT[kind])
     for part in ("rows", "columns") if columns else ():
         text = _function(f"{kind}_{part}", ["b", "h", "index"], [], "(index,)") + "\n\n" + text
     return Function(text)
+
+
+def _of_tile(kind: str) -> tuple[str, ...]:
+    return _OF_TILE if kind == "mask" else _OF_SCORES
 
 
 def _mod(

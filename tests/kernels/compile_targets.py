@@ -114,8 +114,10 @@ def cases(groups: list[str]) -> Iterator[Case]:
     if "hopper" in groups:
         mods = ("causal", "documents", "relative_bias", "checked_load", "composed")
         pairs = [*((mod, 64) for mod in mods), ("none", 128), ("softcap_causal", 128)]
+        pairs += [("causal", 32), ("causal", 192), ("none", 256)]
         yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_forward") for mod, dim in pairs)
         pairs = [("softcap_causal", 64), ("causal", 128), ("relative_bias", 128), ("composed", 64)]
+        pairs += [("causal", 32)]
         yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_backward") for mod, dim in pairs)
     if "bounds" in groups:
         yield from (Case(*case) for case in BOUNDS)

@@ -95,6 +95,8 @@ GPU_LANES = (
     Lane("hopper", torch.bfloat16, 64),
     Lane("hopper", torch.bfloat16, 128),
     Lane("hopper", torch.float16, 40),
+    Lane("hopper", torch.bfloat16, 192),
+    Lane("hopper", torch.bfloat16, 256),
     Lane("fa2", torch.bfloat16, 192),
     Lane("fa2", torch.bfloat16, 64),
     Lane("fa2", torch.float32, 48),

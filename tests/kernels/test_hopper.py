@@ -32,8 +32,10 @@ def problem_of(q_len=256, kv_len=256, heads=4, kv_heads=2, dim=64, batch=2, kv_b
 LIMITS = [
     ({}, None),
     ({"dtype": torch.float32}, "float32"),
-    ({"head_dim": 32}, "head dimensions"),
-    ({"value_dim": 256}, "head dimensions"),
+    ({"head_dim": 256, "value_dim": 192}, None),
+    ({"head_dim": 24}, "head dimensions"),
+    ({"value_dim": 264}, "head dimensions"),
+    ({"value_dim": 136}, "wider than keys"),
     ({"head_dim": 100}, "head dimensions"),
     ({"q_len": 1}, "queries"),
     ({"kv_len": 1 << 29}, "queries"),
@@ -103,6 +105,13 @@ def test_no_tile_sticks_out_of_even_lengths(lengths, even):
     assert tiles.is_even(problem_of(*lengths)[0]) is even
 
 
+@pytest.mark.parametrize("dim", [32, 128, 192, 256])
+def test_wide_heads_have_the_gradients_of_fa2(dim):
+    problem, inputs = problem_of(dim=dim)
+    saved = Saved(inputs.query, torch.zeros(2, 4, 256), inputs.query, None)
+    assert isinstance(hopper.prepare_backward(problem, inputs, saved), Backward) == (dim <= 128)
+
+
 def is_hopper():
     found = target(CUDA) if torch.cuda.is_available() else ""
     return isinstance(found, Target) and found.arch == "sm_90"
@@ -139,7 +148,10 @@ SHAPES = [  # (batch, kv_batch, heads, kv_heads, q_len, kv_len, head_dim)
     (1, 1, 8, 4, 3000, 3000, 128),
     (1, 1, 4, 2, 512, 768, 128),  # no tile sticks out
     (1, 1, 2, 2, 192, 256, 64),  # half a tile of queries does
+    (1, 1, 4, 2, 300, 500, 32),
 ]
+WIDE = [(1, 1, 4, 2, 333, 517, 192), (1, 1, 2, 1, 512, 768, 256)]
+WIDTHS = [(192, 128), (256, 192), (160, 136), (128, 64), (64, 128), (40, 32)]  # of keys, of values
 
 
 def learned(length, heads):
@@ -159,11 +171,18 @@ def learned(length, heads):
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
 @pytest.mark.parametrize("name", variants(8, 2) if is_hopper() else ["any"])
 def test_it_computes_what_the_reference_does(name, shape, dtype):
     score_mod, mask_mod = variants(max(shape[4:6]), shape[2])[name]
     _compare(shape, dtype, lambda: score_mod, mask_mod, [])
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_values_of_another_width(widths):
+    shape = (1, 1, 24, 12, 1100, 1300, widths[0])  # more tiles than multiprocessors
+    _compare(shape, torch.bfloat16, lambda: mods.softcap(20.0), masks.causal(), [], widths[1])
 
 
 READS_NO_SCORE = {
@@ -196,13 +215,14 @@ def test_gradients_of_captured_tensors(name, shape, mask, monkeypatch):
     _compare(shape, torch.bfloat16, make, mask_mod, [torch.randn(s, device=CUDA) for s in shapes])
 
 
-def _compare(shape, dtype, make, mask_mod, tables):
+def _compare(shape, dtype, make, mask_mod, tables, value_dim=None):
     batch, kv_batch, heads, kv_heads, q_len, kv_len, dim = shape
+    width = value_dim or dim
     generator = torch.Generator(CUDA).manual_seed(0)
     draw = lambda *size: torch.randn(size, generator=generator, device=CUDA).to(dtype)
     query = draw(batch, q_len, heads, dim).transpose(1, 2)
-    key, value = (draw(kv_batch, kv_heads, kv_len, dim) for _ in "kv")
-    d_out = draw(batch, heads, q_len, dim)
+    key, value = (draw(kv_batch, kv_heads, kv_len, n) for n in (dim, width))
+    d_out = draw(batch, heads, q_len, width)
     found, exact = (
         _run(backend, to, [query, key, value, d_out], make, mask_mod, tables)
         for backend, to in (("hopper", dtype), ("reference", torch.float64))

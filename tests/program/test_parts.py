@@ -15,6 +15,7 @@ from flexmod.program import diagonals
 from flexmod.program.emit import absent, emit, values
 from flexmod.program.evaluate import evaluate
 from flexmod.program.parts import split
+from flexmod.program.scale import SCALE, of_products
 from flexmod.program.specialize import specialize
 
 pytest.importorskip("triton")
@@ -73,6 +74,12 @@ MODS = {
     "of columns": ("score", of_columns),
     "by difference": ("score", by_difference),
     "bucketed": ("score", bucketed),
+    "softcap": ("score", mods.softcap(0.7)),
+    "by head": ("score", lambda score, b, h, q_idx, kv_idx: BIAS[h, 3] * score),
+    "squared": ("score", lambda score, b, h, q_idx, kv_idx: score * score),
+    "reciprocal": ("score", lambda score, b, h, q_idx, kv_idx: 3.0 / score),
+    "both": ("score", lambda score, b, h, q_idx, kv_idx: torch.tanh(score * 2.0) + score),
+    "itself": ("score", lambda score, b, h, q_idx, kv_idx: score),
     "dilated": ("mask", dilated),
     "many rows": ("mask", many_rows),
     "documents": ("mask", masks.document(IDS)),
@@ -121,7 +128,7 @@ def kernel(OUT, {parameters}Q: tl.constexpr, KV: tl.constexpr):
     place = {place}
     of_rows = {kind}_rows(0, 1, {row}{passed})
     of_columns = {kind}_columns(0, 1, across{passed})
-    value = {kind}_mod({score}0, 1, {indices}, of_rows, of_columns, {corner}{passed})
+    value = {kind}_mod({score}0, 1, {indices}, of_rows, of_columns, {corner}{scale}{passed})
     tl.store(OUT + place, tl.broadcast_to(value, place.shape).to(OUT.dtype.element_ty))
 """
 
@@ -155,6 +162,23 @@ def test_what_depends_on_the_difference_alone_is_computed_along_diagonals(name, 
     inner, outer = diagonals.split(traced(name))
     assert (len(inner.outputs) if inner else 0) == count
     assert any(line.op == "load" for line in outer.instructions) == (count == 0)
+
+
+FOLDED = ["softcap", "by head"]  # their scores are only multiplied, by a number a head
+PRODUCTS = [*FOLDED, "squared", "reciprocal", "both", "itself", "bias", "both ways", "of columns"]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_scale_joins_a_number_of_the_head(name):
+    program = traced(name)
+    found = of_products(program)
+    readers = [line for line in found.instructions if 0 in line.args]
+    if "score" not in program.reads:
+        assert found is program
+        return
+    assert found.instructions[0].attr == SCALE and len(readers) == 1
+    meets_score = any(found.instructions[a].attr == "score" for a in readers[0].args)
+    assert meets_score == (name not in FOLDED)
 
 
 def test_a_table_that_may_be_too_short_is_read_pair_by_pair():
@@ -202,6 +226,7 @@ def test_values_are_those_of_the_mod(name, columns, tmp_path):
 def run(program, columns, dtype, folder):
     """The values of a mod's text for Gluon in head 1, from a plain kernel: [Q_LEN, KV_LEN]."""
     function = emit(program, "x_", columns=columns)
+    is_score = program.kind == "score"  # of a product of 2 with a scale of 0.25
     across = columns == "kv_idx"  # else a tile is transposed, as in the backward kernel
     indices = "q_idx[:, None], kv_idx[None, :]" if across else "q_idx[None, :], kv_idx[:, None]"
     path = folder / "module.py"  # Triton reads the source of its functions
@@ -215,7 +240,8 @@ def run(program, columns, dtype, folder):
             place="q_idx[:, None] * KV + kv_idx[None, :]" if across
             else "q_idx[None, :] * KV + kv_idx[:, None]",
             kind=program.kind,
-            score="0.5, " if program.kind == "score" else "",
+            score="2.0, " if is_score else "",
+            scale=", 0.25" if is_score else "",
             indices=indices,
             corner="kv_idx[None, :] - q_idx[:, None]" if across
             else "kv_idx[:, None] - q_idx[None, :]",

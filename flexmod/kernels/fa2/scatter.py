@@ -66,6 +66,8 @@ class Scatter:
 
     def __call__(self, sums: list[Tensor], captures: tuple[Tensor, ...]) -> dict[int, Tensor]:
         """Gradients by slot. `captures`: of score_mod's derivative."""
+        if not sums:
+            return {}
         self._look()
         found: dict[int, Tensor] = {}
         for n, (load, value) in enumerate(zip(self.plan.loads, sums, strict=True)):

@@ -24,6 +24,7 @@ _WARPS, _REGISTERS, _MOST = 8, 24, 168  # of a thread in the producer, and at th
 _ROWS = 64  # of queries, of the kernels before and after
 _OF_BEFORE = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE", "TILE_Q")
 _OF_AFTER = ("HEAD_DIM", "PADDED_DIM", "TILE_Q", "HAS_PRODUCTS")
+_WIDEST = 128  # of heads whose gradients fit into registers
 _TILES_A_PASS = 2048  # of keys: enough to fill the device, few enough to bound the sums' memory
 
 
@@ -37,10 +38,11 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved) -> Gradients:
 def prepare_backward(problem: Problem, inputs: Inputs, saved: Saved) -> Backward | Portable | None:
     """What runs this backward, and every other that differs in its operands alone.
 
-    Sums in a fixed order, and by row or element, are fa2's work.
+    Sums in a fixed order, and by row or element, are fa2's work, and so are wide heads.
     """
     gradient = problem.gradient
     special = gradient is not None and gradient.score is None
+    special = special or max(problem.head_dim, problem.value_dim) > _WIDEST
     special = special or not HOPPER.issuperset(sums.plan(with_score(problem)).kinds)
     if special or problem.deterministic or not all(map(tiles.can_be_copied, inputs)):
         return fa2.prepare_backward(problem, inputs, saved)
@@ -80,6 +82,7 @@ class Backward:
         shapes = [*((x.shape, problem.dtype) for x in inputs), (saved.lse.shape, torch.float32)]
         self.new = [blank(shape, dtype, self.device) for shape, dtype in shapes]
         self.has_d_lse = saved.d_lse is not None
+        self.copies = [x for x in ("out", "d_out") if not tiles.can_be_copied(getattr(saved, x))]
         problem = with_score(problem)
         self.slots = problem.gradient.slots if problem.gradient else ()
         cut = tiles.backward(problem)
@@ -198,7 +201,10 @@ class Backward:
         """What the three kernels read and write, in the order of their signatures."""
         query, key, value, delta, _ = gradients
         totals, counter = self.new_totals(), self.new_counter()
-        out, d_out, lse = copyable(saved.out), copyable(saved.d_out), saved.lse.contiguous()
+        if self.copies:
+            saved = saved._replace(**{x: getattr(saved, x).contiguous() for x in self.copies})
+        _, lse, d_out, _ = saved
+        lse = lse.contiguous()
         d_lse = lse if saved.d_lse is None else saved.d_lse.contiguous()  # lse: not read
         spans = runs = lse  # not read
         captures = [given.captures[slot] for slot in self.slots]
@@ -210,7 +216,7 @@ class Backward:
             *captured,
         ]  # fmt: skip
         after = [totals, given.query, query, *captures, *captured]
-        return [counter, out, d_out, d_lse, delta, totals], over_keys, after
+        return [counter, saved.out, d_out, d_lse, delta, totals], over_keys, after
 
 
 def copyable(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Forward(Portable):
 
     def _plan(self, problem: Problem, found: tuning.Target) -> tuple[Problem, tuning.Tiles]:
         cut = tiles.forward(problem)
-        return problem, tuning.Tiles(tiles.ROWS * cut.consumers, tiles.TILE_KV, 4, cut.stages)
+        return problem, tuning.Tiles(tiles.ROWS * cut.consumers, cut.keys, 4, cut.stages)
 
     def _launch(
         self, problem: Problem, ready: Inputs, out: Tensor, size: tuning.Tiles, found: tuning.Target
@@ -63,12 +63,17 @@ class Forward(Portable):
 
     def _fields(self, problem: Problem, cut: tiles.Forward) -> dict[str, Any]:
         looks_at_ends = problem.mask is not None or tuning.gathers(problem)
-        return tiles.fields(problem) | {
+        shared = tiles.fields(problem)
+        return shared | {
+            "HEAD_PIECES": -(-problem.head_dim // shared["PADDED_DIM"]),
+            "VALUE_PIECES": -(-problem.value_dim // shared["PADDED_VALUE"]),
+            "TILE_KV": cut.keys,
             "HAS_SINK": problem.sink is not None,
             "HAS_MAXIMA": problem.wants_max_scores,
-            "EVEN": looks_at_ends and tiles.is_even(problem),
+            "EVEN": looks_at_ends and tiles.is_even(problem, cut.keys),
             "DYNAMIC": self.is_dynamic,
             "CONSUMERS": cut.consumers,
+            "SIDES": cut.sides,
             "STAGES": cut.stages,
             "REGISTERS": cut.registers,
         }

@@ -11,23 +11,29 @@ from torch import Tensor
 from flexmod.kernels import tuning
 from flexmod.kernels.problem import Problem
 
-TILE_KV = 128
+TILE_KV = 128  # of the backward
 ROWS = 64  # of queries a consumer of the forward
 
 
 class Forward(NamedTuple):
     """consumers: warpgroups of 64 queries. registers: of a thread in them; `most`: of one when the
-    kernel starts, which decides how many there are to share. stages: tiles of keys in flight."""
+    kernel starts, which decides how many there are to share. stages: tiles of keys in flight, of
+    `keys` each. sides: tiles of queries in flight."""
 
     consumers: int
+    keys: int
     stages: int
+    sides: int
     registers: int
     most: int
 
 
-_WIDE = Forward(2, 2, 240, 168)
-_NARROW = Forward(2, 3, 240, 168)
-_NARROW_PLAIN = Forward(3, 3, 160, 128)  # 192 queries: more products than exponentials at a time
+_WIDEST = Forward(2, 64, 2, 1, 240, 168)
+_WIDER = Forward(2, 64, 3, 1, 240, 168)
+_WIDE = Forward(2, 128, 2, 2, 240, 168)
+_NARROW = Forward(2, 128, 3, 2, 240, 168)
+# 192 queries: more products than exponentials at a time.
+_NARROW_PLAIN = Forward(3, 128, 3, 2, 160, 128)
 
 
 class Backward(NamedTuple):
@@ -54,7 +60,10 @@ def backward(problem: Problem) -> Backward:
 
 def forward(problem: Problem) -> Forward:
     """The one measured best on an H200."""
-    if max(padded(problem)) > 64:
+    widest = max(problem.head_dim, problem.value_dim)
+    if widest > 128:
+        return _WIDEST if widest > 192 else _WIDER
+    if widest > 64:
         return _WIDE
     return _NARROW_PLAIN if problem.mask is None and problem.score is None else _NARROW
 
@@ -63,14 +72,18 @@ def describe(problem: Problem) -> str:
     """For people."""
     cut = forward(problem)
     return (
-        f"{ROWS * cut.consumers} queries x {TILE_KV} keys, {cut.consumers} warpgroups and a "
+        f"{ROWS * cut.consumers} queries x {cut.keys} keys, {cut.consumers} warpgroups and a "
         f"producer, {cut.stages} stages"
     )
 
 
 def padded(problem: Problem) -> tuple[int, int]:
-    """Widths of a key and a value in shared memory."""
-    head, value = (tuning.padded(max(d, 64)) for d in (problem.head_dim, problem.value_dim))
+    """Widths of a key and a value in shared memory, or of their pieces if heads are wide."""
+    dims = problem.head_dim, problem.value_dim
+    if max(dims) > 128:
+        width = 64 if any(128 < d <= 192 for d in dims) else 128
+        return width, width
+    head, value = (tuning.padded(max(d, 32)) for d in dims)
     return head, value
 
 
@@ -91,9 +104,9 @@ def fields(problem: Problem) -> dict[str, Any]:
     }
 
 
-def is_even(problem: Problem) -> bool:
+def is_even(problem: Problem, keys: int = TILE_KV) -> bool:
     """Whether no tile sticks out of a sequence. To ask it makes another kernel."""
-    return not (problem.q_len % (2 * ROWS) or problem.kv_len % TILE_KV)
+    return not (problem.q_len % (2 * ROWS) or problem.kv_len % keys)
 
 
 @cache
