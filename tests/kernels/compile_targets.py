@@ -80,6 +80,15 @@ class Case:
     def label(self) -> str:
         return f"{self.kernel} {self.mod} {self.arch} {self.dtype} D{self.head_dim}"
 
+    @property
+    def may_spill(self) -> bool:
+        """Whether its registers are known not to suffice: accumulators of a backward and of wide
+        heads fill them, and loads that may be out of range hold an address and a flag a pair."""
+        forward = self.kernel == "forward" or (
+            self.kernel == "hopper_forward" and self.head_dim <= 128 and self.mod != "checked_load"
+        )
+        return not forward
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -239,7 +248,8 @@ def main() -> None:
             continue
         usage = measure(case, hints)
         if options.json:
-            print(json.dumps({"case": asdict(case), "usage": usage and asdict(usage)}))
+            row = {"case": asdict(case), "usage": usage and asdict(usage)}
+            print(json.dumps(row | {"may_spill": case.may_spill}))
         elif usage is None:
             print(f"{case.label:<52} refused: no tiles fit")
         else:
