@@ -15,12 +15,12 @@ from flexmod.kernels import tuning
 from flexmod.kernels.fa2.target import target
 from flexmod.kernels.hopper.backward import backward, prepare_backward
 from flexmod.kernels.hopper.forward import forward, prepare
+from flexmod.kernels.hopper.tiles import WHOLE
 from flexmod.kernels.problem import Problem
 
 __all__ = ["backward", "forward", "prepare", "prepare_backward", "refuses"]
 
 _DIMS = (32, 256)
-_WIDE = 128  # head dimension, beyond which outputs leave through the room of queries
 _BLOCK = 128  # what blocks of a map must be multiples of
 _FEWEST_ROWS = 64  # a tile has twice as many
 _LONGEST_MOD = 20  # instructions a pair, beyond which registers would spill in the inner loop
@@ -53,8 +53,8 @@ def limits(problem: Problem) -> str | None:
     for dim in (problem.head_dim, problem.value_dim):
         if not _DIMS[0] <= dim <= _DIMS[1] or dim % 8:
             return f"it serves head dimensions of {_DIMS[0]} to {_DIMS[1]} by 8, not {dim}"
-    if problem.value_dim > max(problem.head_dim, _WIDE):
-        return f"values wider than keys may have {_WIDE} numbers at most, not {problem.value_dim}"
+    if problem.value_dim > max(problem.head_dim, WHOLE):  # they leave through the room of queries
+        return f"values wider than keys may have {WHOLE} numbers at most, not {problem.value_dim}"
     if problem.q_len < _FEWEST_ROWS:
         return f"it serves {_FEWEST_ROWS} queries and more, not {problem.q_len}"
     longest = max(problem.q_len, problem.kv_len)

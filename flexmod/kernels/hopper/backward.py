@@ -24,7 +24,6 @@ _WARPS, _REGISTERS, _MOST = 8, 24, 168  # of a thread in the producer, and at th
 _ROWS = 64  # of queries, of the kernels before and after
 _OF_BEFORE = ("HEAD_DIM", "VALUE_DIM", "PADDED_DIM", "PADDED_VALUE", "TILE_Q")
 _OF_AFTER = ("HEAD_DIM", "PADDED_DIM", "TILE_Q", "HAS_PRODUCTS")
-_WIDEST = 128  # of heads whose gradients fit into registers
 _TILES_A_PASS = 2048  # of keys: enough to fill the device, few enough to bound the sums' memory
 
 
@@ -42,7 +41,7 @@ def prepare_backward(problem: Problem, inputs: Inputs, saved: Saved) -> Backward
     """
     gradient = problem.gradient
     special = gradient is not None and gradient.score is None
-    special = special or max(problem.head_dim, problem.value_dim) > _WIDEST
+    special = special or max(problem.head_dim, problem.value_dim) > tiles.WHOLE
     special = special or not HOPPER.issuperset(sums.plan(with_score(problem)).kinds)
     if special or problem.deterministic or not all(map(tiles.can_be_copied, inputs)):
         return fa2.prepare_backward(problem, inputs, saved)

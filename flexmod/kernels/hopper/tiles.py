@@ -13,6 +13,7 @@ from flexmod.kernels.problem import Problem
 
 TILE_KV = 128  # of the backward
 ROWS = 64  # of queries a consumer of the forward
+WHOLE = 128  # numbers of a head at most, if it is not cut in pieces
 
 
 class Forward(NamedTuple):
@@ -61,7 +62,7 @@ def backward(problem: Problem) -> Backward:
 def forward(problem: Problem) -> Forward:
     """The one measured best on an H200."""
     widest = max(problem.head_dim, problem.value_dim)
-    if widest > 128:
+    if widest > WHOLE:
         return _WIDEST if widest > 192 else _WIDER
     if widest > 64:
         return _WIDE
@@ -80,8 +81,8 @@ def describe(problem: Problem) -> str:
 def padded(problem: Problem) -> tuple[int, int]:
     """Widths of a key and a value in shared memory, or of their pieces if heads are wide."""
     dims = problem.head_dim, problem.value_dim
-    if max(dims) > 128:
-        width = 64 if any(128 < d <= 192 for d in dims) else 128
+    if max(dims) > WHOLE:
+        width = 64 if any(WHOLE < d <= 192 for d in dims) else 128
         return width, width
     head, value = (tuning.padded(max(d, 32)) for d in dims)
     return head, value
