@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = 227 << 10  # bytes of a multiprocessor of sm_90 that a program may have
 
 
 def main() -> None:
@@ -25,16 +25,17 @@ def main() -> None:
         subprocess.run([*pip, "--no-deps", "--target", place, wanted], check=True)
         rows = compiled(place)
     for row in rows:
+        assert row["triton"].startswith(f"{version}."), f"compiled with Triton {row['triton']}"
         case, usage = row["case"], row["usage"]
         name = f"{case['kernel']} {case['mod']} D{case['head_dim']}"
         assert usage and not usage["error"], f"{name}: {usage and usage['error']}"
-        assert usage["shared"] <= SHARED, f"{name}: {usage['shared']} bytes of shared memory"
+        assert usage["shared"] <= usage["planned"], f"{name}: {usage['shared']} bytes are shared"
         assert row["may_spill"] or not usage["spills"], f"{name}: {usage['spills']} bytes spilled"
     assert len(rows) > 10, rows
     print(f"{len(rows)} Gluon kernels compile with Triton {version}")
 
 
-def compiled(place: str) -> list[dict[str, dict[str, object]]]:
+def compiled(place: str) -> list[dict[str, Any]]:
     """What each kernel uses, with the Triton that lies in a folder."""
     environment = {
         **os.environ,

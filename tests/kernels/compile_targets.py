@@ -84,10 +84,9 @@ class Case:
     def may_spill(self) -> bool:
         """Whether its registers are known not to suffice: accumulators of a backward and of wide
         heads fill them, and loads that may be out of range hold an address and a flag a pair."""
-        forward = self.kernel == "forward" or (
-            self.kernel == "hopper_forward" and self.head_dim <= 128 and self.mod != "checked_load"
-        )
-        return not forward
+        if self.kernel == "hopper_forward":
+            return self.head_dim > 128 or self.mod == "checked_load"
+        return self.kernel != "forward"
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,8 @@ def main() -> None:
         usage = measure(case, hints)
         if options.json:
             row = {"case": asdict(case), "usage": usage and asdict(usage)}
-            print(json.dumps(row | {"may_spill": case.may_spill}))
+            row |= {"may_spill": case.may_spill, "triton": triton.__version__}
+            print(json.dumps(row))
         elif usage is None:
             print(f"{case.label:<52} refused: no tiles fit")
         else:

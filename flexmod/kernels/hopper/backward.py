@@ -81,8 +81,10 @@ class Backward:
         shapes = [*((x.shape, problem.dtype) for x in inputs), (saved.lse.shape, torch.float32)]
         self.new = [blank(shape, dtype, self.device) for shape, dtype in shapes]
         self.has_d_lse = saved.d_lse is not None
-        self.copies = [x for x in ("out", "d_out") if not tiles.can_be_copied(getattr(saved, x))]
-        problem = with_score(problem)
+        self.unreadable = [
+            name for name in ("out", "d_out") if not tiles.can_be_copied(getattr(saved, name))
+        ]
+        problem, saved = with_score(problem), self._readable(saved)
         self.slots = problem.gradient.slots if problem.gradient else ()
         cut = tiles.backward(problem)
         size = tuning.Tiles(cut.queries, tiles.TILE_KV, _WARPS, cut.stages)
@@ -137,7 +139,7 @@ class Backward:
         members: int,
         rows: int,
     ) -> Pass:
-        out, d_out = copyable(saved.out), copyable(saved.d_out)
+        out, d_out = saved.out, saved.d_out
         mask, length = problem.mask, problem.q_len
         first_plane, planes = first * problem.group, count * members
         mods = [problem.mask_program, problem.gradient.program if problem.gradient else None]
@@ -200,10 +202,8 @@ class Backward:
         """What the three kernels read and write, in the order of their signatures."""
         query, key, value, delta, _ = gradients
         totals, counter = self.new_totals(), self.new_counter()
-        if self.copies:
-            saved = saved._replace(**{x: getattr(saved, x).contiguous() for x in self.copies})
-        _, lse, d_out, _ = saved
-        lse = lse.contiguous()
+        saved = self._readable(saved)
+        lse = saved.lse.contiguous()
         d_lse = lse if saved.d_lse is None else saved.d_lse.contiguous()  # lse: not read
         spans = runs = lse  # not read
         captures = [given.captures[slot] for slot in self.slots]
@@ -211,13 +211,14 @@ class Backward:
             spans, runs = given.mask.transposed.spans, given.mask.transposed.table
             captures = [*given.mask.program.captures, *captures]
         over_keys = [
-            counter, *given[:3], d_out, key, value, totals, lse, delta, spans, runs, *captures,
-            *captured,
+            counter, *given[:3], saved.d_out, key, value, totals, lse, delta, spans, runs,
+            *captures, *captured,
         ]  # fmt: skip
         after = [totals, given.query, query, *captures, *captured]
-        return [counter, saved.out, d_out, d_lse, delta, totals], over_keys, after
+        return [counter, saved.out, saved.d_out, d_lse, delta, totals], over_keys, after
 
-
-def copyable(x: Tensor) -> Tensor:
-    """As the bulk copy engine can read it."""
-    return x if tiles.can_be_copied(x) else x.contiguous()
+    def _readable(self, saved: Saved) -> Saved:
+        """As the bulk copy engine can read it."""
+        if not self.unreadable:
+            return saved
+        return saved._replace(**{n: getattr(saved, n).contiguous() for n in self.unreadable})
