@@ -109,7 +109,7 @@ def _window(size: int, seqlen: int, device: torch.device) -> Mod:
 
 def _documents(size: int, seqlen: int, device: torch.device) -> Mod:
     lengths = torch.tensor(document_lengths(size, seqlen))
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths).int().to(device)
     return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
 
 

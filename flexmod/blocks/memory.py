@@ -44,6 +44,14 @@ def map_of(
     return found
 
 
+def in_blocks_of(mask: BlockMask, block_size: tuple[int, int]) -> BlockMask:
+    """A map in blocks of another size. A graph has a new map at each call, so it is looked up by
+    content where a mask captures no tensors."""
+    if block_size == mask.block_size or mask.program.captures:
+        return mask.regrid(block_size)
+    return map_of(mask.program, mask.shape, block_size, mask.device)
+
+
 def is_lasting(mask: BlockMask) -> bool:
     """Whether a map's tensors outlive a mode or a torch.func transform that it was made under."""
     table = mask.runs.table

@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as torchs
 
 import flexmod
 from flexmod import ArgumentError, BlockMask, BlockMaskError, masks
+from flexmod.blocks.memory import in_blocks_of
 from flexmod.blocks.runs import Runs
 from flexmod.testing import check_block_mask
 
@@ -182,6 +183,17 @@ def test_another_grid_is_remembered():
     assert finer.block_size == (8, 32) and finer is made.regrid((8, 32))
     assert made.regrid((16, 16)) is made
     assert torch.equal(finer.dense(), made.dense())
+
+
+def test_other_blocks_of_a_mask_that_reads_nothing_are_kept_by_content():
+    size = 192, 128
+    causal, other = (flexmod.create_block_mask(masks.causal(), 1, 1, 999, 999) for _ in range(2))
+    found = in_blocks_of(causal, size)
+    assert found is in_blocks_of(other, size)
+    assert torch.equal(found.tiles(), causal.regrid(size).tiles())
+    assert in_blocks_of(causal, causal.block_size) is causal
+    documents = flexmod.create_block_mask(MASKS["documents"][0], 1, 1, 96, 96)
+    assert in_blocks_of(documents, size) is documents.regrid(size)
 
 
 def test_a_changed_capture_makes_a_map_stale():

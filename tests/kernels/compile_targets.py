@@ -75,17 +75,19 @@ class Case:
     dtype: str
     head_dim: int
     kernel: str = "forward"  # or backward_query, backward_key, hopper_forward, hopper_backward
+    seqlen: int = SEQLEN
 
     @property
     def label(self) -> str:
-        return f"{self.kernel} {self.mod} {self.arch} {self.dtype} D{self.head_dim}"
+        length = "" if self.seqlen == SEQLEN else f" S{self.seqlen}"
+        return f"{self.kernel} {self.mod} {self.arch} {self.dtype} D{self.head_dim}{length}"
 
     @property
     def may_spill(self) -> bool:
         """Whether its registers are known not to suffice: accumulators of a backward and of wide
         heads fill them, and loads that may be out of range hold an address and a flag a pair."""
-        if self.kernel == "hopper_forward":
-            return self.head_dim > 128 or self.mod == "checked_load"
+        if self.kernel == "hopper_forward":  # three consumers leave a producer few for a map
+            return self.head_dim > 128 or self.mod == "checked_load" or self.seqlen > SEQLEN
         return self.kernel != "forward"
 
 
@@ -124,6 +126,7 @@ def cases(groups: list[str]) -> Iterator[Case]:
         pairs = [*((mod, 64) for mod in mods), ("none", 128), ("softcap_causal", 128)]
         pairs += [("causal", 32), ("causal", 192), ("none", 256)]
         yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_forward") for mod, dim in pairs)
+        yield Case("causal", "sm_90", "bfloat16", 64, "hopper_forward", 16384)
         pairs = [("softcap_causal", 64), ("causal", 128), ("relative_bias", 128), ("composed", 64)]
         pairs += [("causal", 32)]
         yield from (Case(mod, "sm_90", "bfloat16", dim, "hopper_backward") for mod, dim in pairs)
@@ -161,7 +164,7 @@ def _prepared(
 ) -> tuple[Launch, list[torch.Tensor], int] | None:
     """The launch of a case, its tensors, and the bytes of shared memory it was planned with."""
     dtype = getattr(torch, case.dtype)
-    inputs = Inputs(*(torch.zeros(1, 2, SEQLEN, case.head_dim, dtype=dtype) for _ in range(3)))
+    inputs = Inputs(*(torch.zeros(1, 2, case.seqlen, case.head_dim, dtype=dtype) for _ in range(3)))
     score_mod, mask_mod = MODS[case.mod]()
     score = trace(score_mod, "score") if score_mod else None
     problem = make_problem(inputs, score, mask_mod, kernel_options=hints)
@@ -171,7 +174,8 @@ def _prepared(
     if case.kernel == "hopper_forward":
         run = HopperForward(problem, inputs, found)
         given = problem.operands(inputs)
-        return run.launch, [LSE, *run.tensors(given, run.empty(inputs.query))], found.shared
+        counter = torch.zeros(1, dtype=torch.int32) if run.is_dynamic else LSE
+        return run.launch, [counter, *run.tensors(given, run.empty(inputs.query))], found.shared
     if case.kernel == "hopper_backward":
         saved = Saved(inputs.query, LSE, inputs.query, None)
         back = HopperBackward(problem, inputs, saved, found)

@@ -116,6 +116,23 @@ def test_wide_heads_have_the_gradients_of_fa2(dim, monkeypatch):
     assert isinstance(hopper.prepare_backward(problem, inputs, saved), Backward) == (dim <= 128)
 
 
+def cut_of(mask_mod, length, dim=64, score_mod=None):
+    query, key, value = torch.zeros(3, 1, 1, length, dim, dtype=torch.bfloat16)
+    score = flexmod.trace(score_mod, "score") if score_mod else None
+    return tiles.forward(make_problem(Inputs(query, key, value), score, mask_mod))
+
+
+def test_long_rows_without_a_score_mod_have_three_consumers():
+    ids = torch.zeros(16384, dtype=torch.int32)
+    assert cut_of(masks.causal(), 16384).consumers == 3
+    assert cut_of(masks.prefix_lm(1024), 16384, 48).consumers == 3
+    assert cut_of(masks.causal(), 4096).consumers == 2
+    assert cut_of(masks.sliding_window(1024), 16384).consumers == 2
+    assert cut_of(masks.document(ids), 16384).consumers == 2
+    assert cut_of(masks.causal(), 16384, 128).consumers == 2
+    assert cut_of(masks.causal(), 16384, 64, mods.softcap(20.0)).consumers == 2
+
+
 def is_hopper():
     found = target(CUDA) if torch.cuda.is_available() else ""
     return isinstance(found, Target) and found.arch == "sm_90"
@@ -183,6 +200,14 @@ def test_it_computes_what_the_reference_does(name, shape, dtype):
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[-1] <= 64], ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "blind rows"])
+def test_three_consumers(name, shape, monkeypatch):
+    monkeypatch.setattr(tiles, "_LONG", 0)
+    _compare(shape, torch.bfloat16, lambda: None, variants(shape[4], shape[2])[name][1], [])
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_values_of_another_width(widths):
     shape = (1, 1, 24, 12, 1100, 1300, widths[0])  # more tiles than multiprocessors
@@ -205,6 +230,20 @@ def test_a_mod_that_reads_no_score(name):
         for b, dtype in (("hopper", torch.float16), ("reference", torch.float64))
     )
     assert (found.double() - exact).norm() <= 1e-3 * exact.norm()
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_blocks_that_nothing_sees_may_hold_nan(dim):
+    mask_mod = lambda b, h, q, kv: (q >= 256) & (kv >= 128)
+    query, key, value = torch.randn(3, 1, 2, 600, dim, device=CUDA, dtype=torch.bfloat16)
+    clean = flexmod.flex_attention(query, key, value, None, mask_mod, backend="hopper")
+    for x in (key, value):
+        x[:, :, :128] = torch.nan
+    out = flexmod.flex_attention(query, key, value, None, mask_mod, backend="hopper")
+    assert torch.equal(out, clean)
+    assert not out[:, :, :256].any()
+    assert out[:, :, 256:].any()
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexmod.blocks import BlockMask
+from flexmod.blocks.memory import in_blocks_of
 from flexmod.errors import BackendError
 from flexmod.kernels import captures, tuning
 from flexmod.kernels.blank import blank
@@ -140,6 +141,6 @@ class Backward:
         if mask is None:
             return (unread, unread), (unread, unread)
         assert self.query_blocks is not None and self.key_blocks is not None
-        rows = mask.regrid(self.query_blocks).runs
-        columns = mask.regrid(self.key_blocks).transposed
+        rows = in_blocks_of(mask, self.query_blocks).runs
+        columns = in_blocks_of(mask, self.key_blocks).transposed
         return (rows.spans, rows.table), (columns.spans, columns.table)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from flexmod.blocks.memory import in_blocks_of
 from flexmod.errors import BackendError
 from flexmod.kernels import tuning
 from flexmod.kernels.blank import blank
@@ -22,7 +23,7 @@ def fitted(problem: Problem, tiles: tuning.Tiles) -> tuple[Problem, tuning.Tiles
     smaller = tuning.fit_blocks(tiles, problem.mask.block_size)
     if smaller is not None:
         return problem, smaller
-    return replace(problem, mask=problem.mask.regrid((tiles.q, tiles.kv))), tiles
+    return replace(problem, mask=in_blocks_of(problem.mask, (tiles.q, tiles.kv))), tiles
 
 
 def forward(problem: Problem, inputs: Inputs) -> Result:
@@ -106,7 +107,7 @@ class Forward:
         if given.sink is not None:
             sink = given.sink.to(self.work_dtype).contiguous()
         if given.mask is not None and self.block_size is not None:
-            live = given.mask.regrid(self.block_size).runs
+            live = in_blocks_of(given.mask, self.block_size).runs
             spans, runs = live.spans, live.table
             captures += given.mask.program.captures
         return [*inputs, out, lse, maxima, spans, runs, sink, *captures]

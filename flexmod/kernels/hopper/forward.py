@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexmod.blocks.memory import in_blocks_of
 from flexmod.kernels import fa2, tuning
 from flexmod.kernels.fa2 import kernel
 from flexmod.kernels.fa2.forward import Forward as Portable
@@ -36,8 +38,11 @@ class Forward(Portable):
     """As that of fa2, with another kernel."""
 
     def _plan(self, problem: Problem, found: tuning.Target) -> tuple[Problem, tuning.Tiles]:
-        cut = tiles.forward(problem)
-        return problem, tuning.Tiles(tiles.ROWS * cut.consumers, cut.keys, 4, cut.stages)
+        cut, mask = tiles.forward(problem), problem.mask
+        size = tuning.Tiles(tiles.ROWS * cut.consumers, cut.keys, 4, cut.stages)
+        if mask is not None and mask.block_size[0] % size.q:
+            problem = replace(problem, mask=in_blocks_of(mask, (size.q, mask.block_size[1])))
+        return problem, size
 
     def _launch(
         self, problem: Problem, ready: Inputs, out: Tensor, size: tuning.Tiles, found: tuning.Target

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmod.kernels import tuning
 from flexmod.kernels.problem import Problem
+from flexmod.program.sample import visible_share
 
 TILE_KV = 128  # of the backward
 ROWS = 64  # of queries a consumer of the forward
@@ -33,8 +34,9 @@ _WIDEST = Forward(2, 64, 2, 1, 240, 168)
 _WIDER = Forward(2, 64, 3, 1, 240, 168)
 _WIDE = Forward(2, 128, 2, 2, 240, 168)
 _NARROW = Forward(2, 128, 3, 2, 240, 168)
-# 192 queries: more products than exponentials at a time.
+# 192 queries: more products than exponentials at a time, but no room for a score mod.
 _NARROW_PLAIN = Forward(3, 128, 3, 2, 160, 128)
+_LONG = 4096  # queries, and keys that one sees, from which it is faster with a mask too
 
 
 class Backward(NamedTuple):
@@ -66,7 +68,16 @@ def forward(problem: Problem) -> Forward:
         return _WIDEST if widest > 192 else _WIDER
     if widest > 64:
         return _WIDE
-    return _NARROW_PLAIN if problem.mask is None and problem.score is None else _NARROW
+    return _NARROW_PLAIN if problem.score is None and _has_long_rows(problem) else _NARROW
+
+
+def _has_long_rows(problem: Problem) -> bool:
+    """Whether queries see so many keys that what a tile of them costs beside matters little."""
+    mask = problem.mask_program
+    if mask is None:
+        return True
+    share = visible_share(mask, *problem.extents.values()) or 0.0
+    return min(problem.q_len, share * problem.kv_len) >= _LONG
 
 
 def describe(problem: Problem) -> str:
