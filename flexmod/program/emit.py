@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexmod.program import diagonals
+from flexmod.program.conditions import KEYS, NEAR, Conditions
 from flexmod.program.dependence import ALONG
 from flexmod.program.ir import ARGUMENTS, Instruction, Load, Program, interpret
 from flexmod.program.ops import TABLE
@@ -56,6 +57,7 @@ class _Style(NamedTuple):
     fast: bool
     columns: str  # the index along the columns of a Gluon kernel's tiles; "" in a plain one
     scalar: str  # a number of a type
+    conditions: Conditions | None = None
 
 
 def emit(program: Program, prefix: str, fast: bool = False, columns: str = "") -> Function:
@@ -113,7 +115,11 @@ def _mod(
 ) -> str:
     """The function itself. Beside the mod's own parameters it has what is known `of_tile`, and
     `names`; `flags` say whether loads of other functions were in range."""
+    if style.columns == KEYS:
+        style = style._replace(conditions=Conditions(program))
     body, results, own = _body(program, style)
+    if style.conditions and style.conditions.reads_near:
+        body.insert(0, NEAR)
     if any(line.op == ALONG for line in program.instructions):
         given = ", ".join([*_OF_DIAGONALS, *names])
         body.insert(0, f"{ALONG} = {program.kind}_diagonals({given})")
@@ -185,8 +191,10 @@ def _body(program: Program, style: _Style) -> tuple[list[str], list[str], list[s
         return name
 
     def apply(line: Instruction, args: tuple[str, ...]) -> str:
-        name = f"v{len(body)}_"
-        body.append(f"{name} = {_spell(line, args, style)}")
+        name, text = f"v{len(body)}_", None
+        if style.conditions:
+            args, text = style.conditions.spelled(name, line, args)
+        body.append(f"{name} = {text or _spell(line, args, style)}")
         return name
 
     lines = interpret(program, leaf, apply)
@@ -194,10 +202,8 @@ def _body(program: Program, style: _Style) -> tuple[list[str], list[str], list[s
 
 
 def _spell(line: Instruction, args: tuple[str, ...], style: _Style) -> str:
-    if line.op == ROWS:
-        return f"{ROWS}[{line.attr}]"
-    if line.op == ALONG:
-        return f"{ALONG}[{line.attr}]"
+    if line.op in (ROWS, ALONG):
+        return f"{line.op}[{line.attr}]"
     if line.op == COLUMNS:
         return f"spread({COLUMNS}[{line.attr}], {style.columns})"
     if line.op == "cast" and line.dtype == torch.bool:

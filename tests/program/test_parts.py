@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +96,8 @@ APART = [  # (mod, columns, results of rows, of columns, loads that are left to 
     ("conditions", "kv_idx", 2, 4, 0),
     ("many rows", "kv_idx", 1, 0, 2),
 ]
-_KERNEL = """import triton
+_KERNEL = """import runpy
+import triton
 import triton as gluon
 import triton.language as gl
 import triton.language as tl
@@ -114,6 +116,14 @@ def along_diagonals(found, NUMBER, q_idx, kv_idx):
 @triton.jit
 def spread(value, like):
     return value[None, :]
+
+
+@triton.jit
+def near(rows, columns, corner):
+    return rows - 7, columns - 7
+
+
+truth = runpy.run_path({machine!r})["truth"]
 
 
 {functions}
@@ -232,6 +242,7 @@ def run(program, columns, dtype, folder):
     path = folder / "module.py"  # Triton reads the source of its functions
     path.write_text(
         _KERNEL.format(
+            machine=str(Path(__file__).parent / "machine.py"),
             functions=device_functions(function.text),
             function=function.text,
             parameters="".join(f"{name}, " for name, _ in function.parameters),
