@@ -75,9 +75,9 @@ def _uses(program: Program, index: str) -> list[Instruction]:
 
 
 def _is_near(program: Program, line: Instruction) -> bool:
-    """Whether it only asks how far apart two positions are."""
+    """Whether it only asks which of two positions comes first."""
     names = {_name(program.instructions[a]) for a in line.args}
-    return names == _POSITIONS and line.op in _COMPARISONS | {"sub"}
+    return names == _POSITIONS and line.op in _COMPARISONS
 
 
 def _name(line: Instruction) -> str:
