@@ -23,11 +23,9 @@ def visible_share(
     """
     if any(line.op == "load" for line in program.instructions):
         return None
-    number = torch.arange(_PAIRS, device="cpu")
-    q_idx, kv_idx = (
-        (number * step % 1 * length).long()
-        for step, length in zip(_STEPS, (q_len, kv_len), strict=True)
-    )
-    inputs = {"b": number % batch, "h": number % heads, "q_idx": q_idx, "kv_idx": kv_idx}
-    (visible,), _ = evaluate(program, inputs)
+    number = torch.arange(_PAIRS, dtype=torch.float64, device="cpu")
+    places = {"b": number % batch, "h": number % heads}
+    for index, step, length in zip(("q_idx", "kv_idx"), _STEPS, (q_len, kv_len), strict=True):
+        places[index] = number * step % 1 * length
+    (visible,), _ = evaluate(program, {index: place.long() for index, place in places.items()})
     return visible.expand(_PAIRS).double().mean().item()

@@ -160,6 +160,9 @@ def variants(length, heads):
             lambda b, h, q, kv: (ids[q] == ids[kv]) & flags[kv] & (q // 16 >= kv // 16) & flags[q],
         ),
         "by head": (None, lambda b, h, q, kv: flags[h]),
+        "joined": (
+            None, lambda b, h, q, kv: ((h < 1) | (q >= kv)) & ((kv < 250) | (b == 0)) & (q != 9),
+        ),
     }  # fmt: skip
 
 
