@@ -41,8 +41,9 @@ class Conditions:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.reads_near = False
-        # If another needs the positions of columns, they are there anyway.
-        self._may_read_near = all(_is_near(program, use) for use in _uses(program, KEYS))
+        # If another needs the positions of columns, they are there anyway. Of a score: see `near`.
+        is_mask = program.kind == "mask"
+        self._may_read_near = is_mask and all(_is_near(program, u) for u in _uses(program, KEYS))
         self._chains: dict[str, list[_Link]] = {}  # of truths, by name
 
     def spelled(

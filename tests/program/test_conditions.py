@@ -110,19 +110,19 @@ PACKED = masks.and_masks(masks.causal(), masks.document(IDS))
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "chains", "reads_near"),
+    ("mask_mod", "is_chain", "reads_near"),
     [
-        (masks.causal(), 0, True),
-        (PACKED, 1, True),
-        (masks.sliding_window(5), 1, False),
-        (masks.and_masks(PACKED, masks.sliding_window(5)), 1, False),
-        (lambda b, h, q, k: ((q >= k) | (k < 3)) & ((q < 9) | (k > 4)), 0, False),
+        (masks.causal(), False, True),
+        (PACKED, True, True),
+        (masks.sliding_window(5), True, False),
+        (masks.and_masks(PACKED, masks.sliding_window(5)), True, False),
+        (lambda b, h, q, k: ((q >= k) | (k < 3)) & ((q < 9) | (k > 4)), False, False),
     ],
 )
-def test_what_is_spelled_for_the_machine(mask_mod, chains, reads_near):
+def test_what_is_spelled_for_the_machine(mask_mod, is_chain, reads_near):
     program = traced(mask_mod)
     found, text = run(program)
     assert torch.equal(found, expected(program))
     result = text.rsplit("return ", 1)[1].strip()
-    assert (f"{result} = truth(" in text) == bool(chains)
+    assert (f"{result} = truth(" in text) == is_chain
     assert ("near(" in text) == reads_near
